@@ -1,0 +1,535 @@
+"""ATen FX graph → :class:`KernelGraph`.
+
+Rules, in order:
+
+1. Inductor's joint graph passes run once over a copy of the graph, so random operators read explicit seed tensors.
+2. *Free* nodes (views, factories, arithmetic on sizes) are cloned into every consumer and belong to no kernel.
+3. Matrix products, convolutions, attention and whatever else Inductor would call out for are kernels alone.
+4. Pointwise operators, reductions, cat and index join the kernel of their latest producer; of an earlier producer when
+   they are its only reader. Never when that would make a cycle between kernels (ancestor bit masks tell).
+5. ``copy_`` into a graph input joins the kernel that makes the new value, so that it can be made in place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from . import torch_compat
+from .errors import LoweringError
+from .extraction import extract
+from .ir import Kernel, KernelGraph, Origin, Value
+
+_GEMM = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm", "aten._grouped_mm", "aten.dot",
+         "aten.mv", "aten._scaled_grouped_mm"}  # fmt: skip
+_INDEX = {"aten.index", "aten._unsafe_index", "aten.embedding", "aten.gather", "aten.index_select"}
+_SCATTER = {"aten.index_put", "aten._unsafe_index_put", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce",
+            "aten.index_add", "aten.index_copy", "aten.masked_scatter"}  # fmt: skip
+_MOVE = {"aten.cat", "aten.constant_pad_nd", "aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter",
+         "aten.as_strided_scatter", "aten.flip", "aten.roll", "aten.repeat", "aten.lift_fresh_copy", "aten.copy",
+         "aten.clone"}  # fmt: skip
+_REDUCE = {"aten._softmax", "aten._log_softmax", "aten.logsumexp", "aten.native_layer_norm", "aten.native_group_norm",
+           "aten.var_mean", "aten.std_mean", "aten.aminmax", "prims.var", "prims.sum"}  # fmt: skip
+_RANDOM = {"prims.inductor_lookup_seed", "prims.inductor_random", "prims.inductor_randint"}
+_EFFECTS = {"aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten._print",
+            "aten.sym_constrain_range", "aten.sym_constrain_range_for_size"}  # fmt: skip
+
+
+def lower(gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, static_inputs: Sequence[int] = ()) -> KernelGraph:
+    """Groups the nodes of a functional ATen graph into kernels.
+
+    Args:
+        gm: an inference graph of ATen operators, as AOTAutograd, ``make_fx`` or ``torch.export`` make it: functional but for
+            trailing ``copy_`` nodes into its placeholders. It is not changed.
+        example_inputs: real or fake tensors; needed only where nodes lack fake values in ``meta["val"]``.
+        static_inputs: positions of parameters and buffers among the placeholders.
+
+    Raises:
+        LoweringError: the graph has nodes that are not ATen calls, or writes in place other than by a final ``copy_``.
+    """
+    gm = _prepare(gm, example_inputs)
+    _drop_dead(gm.graph)
+    grouping = _Grouping(gm)
+    return _build(gm, grouping, frozenset(static_inputs))
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether ``node`` is cloned into its consumers: a view, a factory, or arithmetic on sizes."""
+    if node.op != "call_function" or node.target in (torch.ops.aten.copy_.default,):
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.op == "call_function" and is_free(source)
+    if torch_compat.is_higher_order(node.target) or packet(node) in _EFFECTS:
+        return False
+    tensors = [a for a in node.all_input_nodes if not _is_scalar(a)]
+    if _is_scalar(node):
+        # Sizes of a graph input are known to every consumer; sizes of a computed tensor belong to its producer.
+        return all(a.op == "placeholder" for a in tensors) and packet(node) != "aten._local_scalar_dense"
+    if isinstance(node.target, torch._ops.OpOverload):
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns):
+            return True
+        return not tensors and not is_effect(node) and isinstance(node.meta.get("val"), torch.Tensor)
+    return False
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether ``node`` does more than compute its result: prints, asserts, draws from a generator, or mutates."""
+    if node.op != "call_function":
+        return False
+    if torch_compat.is_higher_order(node.target):
+        return "effect" in str(node.target) or "print" in str(node.target)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tags = node.target.tags
+    return packet(node) in _EFFECTS or torch.Tag.nondeterministic_seeded in tags or node.target._schema.is_mutable
+
+
+def packet(node: fx.Node) -> str:
+    """``"aten.mm"`` for any overload of it; the plain text of other targets."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket)
+    return str(node.target)
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    gm = _copy(gm)
+    for node in gm.graph.nodes:
+        if node.op in ("call_module", "call_method"):
+            raise LoweringError(
+                f"node {node.name!r} is a {node.op} of {node.target!r}; lower takes ATen graphs: trace with AOTAutograd, "
+                "torch.export or make_fx first"
+            )
+    values = [n.meta.get("val") for n in gm.graph.nodes if n.op != "output"]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    modes = {id(v.fake_mode) for v in values if hasattr(v, "fake_mode")}
+    complete = all("val" in n.meta for n in gm.graph.nodes if n.op in ("placeholder", "call_function"))
+    mode = torch_compat.fake_mode_of(values) or torch_compat.fake_mode_of(example_inputs) or torch_compat.current_fake_mode()
+    if not complete or len(modes) > 1:
+        if len(example_inputs) != len(placeholders):
+            raise LoweringError(f"the graph has {len(placeholders)} inputs without shapes but {len(example_inputs)} example inputs")
+        mode = torch_compat.fake_mode_of(example_inputs) or torch_compat.new_fake_mode()
+        torch_compat.fake_propagate(gm, example_inputs, mode)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not _known_target(node.target):
+            raise LoweringError(f"node {node.name!r} calls {node.target!r}, which is not an ATen operator; trace with AOTAutograd first")
+    if mode is None:
+        mode = torch_compat.new_fake_mode()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = node.meta.get("val", _attribute(gm, str(node.target)))
+            real = isinstance(value, torch.Tensor) and torch_compat.fake_mode_of([value]) is None
+            node.meta["val"] = mode.from_tensor(value) if real else value
+    gm = torch_compat.joint_graph_passes(gm, mode)
+    if any(n.op == "call_function" and "val" not in n.meta for n in gm.graph.nodes):
+        torch_compat.fake_propagate(gm, [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"], mode)
+    return gm
+
+
+def _known_target(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload) or torch_compat.is_higher_order(target):
+        return True
+    module = getattr(target, "__module__", "") or ""
+    return module in ("_operator", "operator", "math") or getattr(target, "__name__", "").startswith("sym_")
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    output = graph.output(result)
+    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    copied = fx.GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    for name, child in list(copied.named_children()):
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, _copy(child))
+    return copied
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and not is_effect(node):
+            graph.erase_node(node)
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """The placeholders, constants and kernel nodes that ``node`` reads, looking through free nodes; first use first."""
+    found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+
+    def visit(n: fx.Node) -> None:
+        if n in seen:
+            return
+        seen.add(n)
+        if n.op == "get_attr" and not isinstance(n.meta.get("val"), torch.Tensor):
+            return
+        if n.op in ("placeholder", "get_attr") or (n.op == "call_function" and not is_free(n)):
+            found[n] = None
+            return
+        for a in n.all_input_nodes:
+            visit(a)
+
+    for a in node.all_input_nodes:
+        visit(a)
+    return list(found)
+
+
+class _Grouping:
+    """Assigns every non-free node to a group; groups form a DAG, kept acyclic with a bit mask of ancestors each."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.members: list[list[fx.Node]] = []
+        self.ancestors: list[int] = []
+        self.group: dict[fx.Node, int] = {}
+        self.position = {n: i for i, n in enumerate(gm.graph.nodes)}
+        self.sources: dict[fx.Node, list[fx.Node]] = {}
+        self.solo: list[bool] = []
+        readers: dict[fx.Node, list[fx.Node]] = {}
+        copies: list[fx.Node] = []
+        overwritten: dict[fx.Node, fx.Node] = {}
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                for source in sources(node):
+                    readers.setdefault(source, []).append(node)
+            if node.op != "call_function" or is_free(node):
+                continue
+            found = self.sources[node] = sources(node)
+            for source in found:
+                if source in overwritten and source is not node.args[0]:
+                    raise LoweringError(f"node {node.name!r} reads {source.name!r} after {overwritten[source].name!r} overwrote it")
+                readers.setdefault(source, []).append(node)
+            if node.target is torch.ops.aten.copy_.default:
+                target = node.args[0]
+                if not isinstance(target, fx.Node) or target.op != "placeholder":
+                    raise LoweringError(f"node {node.name!r} writes into {target}, which is not a graph input; functionalize the graph")
+                copies.append(node)
+                overwritten[target] = node
+            elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                raise LoweringError(
+                    f"node {node.name!r} ({node.target}) writes in place; lower takes functional graphs, as AOTAutograd or "
+                    "torch.func.functionalize make them"
+                )
+        for node in self.sources:
+            if node not in copies:
+                self._place(node, readers)
+        for node in copies:
+            self._place_copy(node, readers)
+
+    def _place(self, node: fx.Node, readers: dict[fx.Node, list[fx.Node]]) -> None:
+        producers = {self.group[s]: s for s in self.sources[node] if s in self.group}
+        if node.target is operator.getitem or (_is_scalar(node) and packet(node) != "aten._local_scalar_dense" and producers):
+            self._join(node, max(producers), producers)
+            return
+        if is_fusable(node) and producers:
+            latest = self.group[max((s for s in self.sources[node] if s in self.group), key=self.position.__getitem__)]
+            candidates = [latest] + [g for g, s in sorted(producers.items(), reverse=True) if g != latest and len(readers[s]) == 1]
+            for candidate in candidates:
+                if self.solo[candidate] or not is_fusable(self.members[candidate][0]):
+                    continue
+                if all(g == candidate or not self.ancestors[g] >> candidate & 1 for g in producers):
+                    self._join(node, candidate, producers)
+                    return
+        self._new(node, producers)
+
+    def _place_copy(self, node: fx.Node, readers: dict[fx.Node, list[fx.Node]]) -> None:
+        target, value = node.args[0], node.args[1]
+        assert isinstance(target, fx.Node)
+        made_by = [s for s in self.sources[node] if s in self.group and s is not target]
+        before = {self.group[r] for r in readers[target] if r in self.group}
+        producers = {self.group[s]: s for s in made_by}
+        if isinstance(value, fx.Node) and len(producers) == 1:
+            group = next(iter(producers))
+            if all(g == group or not self.ancestors[g] >> group & 1 for g in before):
+                self._join(node, group, {**producers, **dict.fromkeys(before)})
+                return
+        self._new(node, {**producers, **dict.fromkeys(before)})
+
+    def _new(self, node: fx.Node, producers: Iterable[int]) -> None:
+        index = len(self.members)
+        self.members.append([node])
+        self.solo.append(is_effect(node) and node.target is not torch.ops.aten.copy_.default)
+        mask = 0
+        for g in producers:
+            mask |= self.ancestors[g] | 1 << g
+        self.ancestors.append(mask)
+        self.group[node] = index
+
+    def _join(self, node: fx.Node, group: int, producers: Iterable[int]) -> None:
+        self.members[group].append(node)
+        self.group[node] = group
+        added = 0
+        for g in producers:
+            if g != group:
+                added |= self.ancestors[g] | 1 << g
+        if added & ~self.ancestors[group]:
+            self.ancestors[group] |= added
+            for g, mask in enumerate(self.ancestors):
+                if mask >> group & 1:
+                    self.ancestors[g] = mask | added
+
+    def ordered(self) -> list[list[fx.Node]]:
+        """Groups in an order that respects dependences, as close to the graph's own as possible."""
+        before: list[set[int]] = [set() for _ in self.members]
+        after: list[set[int]] = [set() for _ in self.members]
+        for group, mask in enumerate(self.ancestors):
+            for other in range(len(self.members)):
+                if mask >> other & 1:
+                    before[group].add(other)
+                    after[other].add(group)
+        waiting = [len(b) for b in before]
+        key = [max(self.position[n] for n in m if n.target is not torch.ops.aten.copy_.default or len(m) == 1) for m in self.members]
+        heap = [(key[g], g) for g, count in enumerate(waiting) if count == 0]
+        heapq.heapify(heap)
+        result = []
+        while heap:
+            _, group = heapq.heappop(heap)
+            result.append(sorted(self.members[group], key=self.position.__getitem__))
+            for other in after[group]:
+                waiting[other] -= 1
+                if waiting[other] == 0:
+                    heapq.heappush(heap, (key[other], other))
+        assert len(result) == len(self.members), "kernels form a cycle"
+        return result
+
+
+def is_fusable(node: fx.Node) -> bool:
+    """Whether Inductor generates code for ``node`` that can be fused with its producer's."""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_effect(node):
+        return False
+    if torch_compat.has_unbacked(node.meta.get("val")):
+        return False
+    name = packet(node)
+    known = name in _INDEX or name in _MOVE or name in _REDUCE or name in _RANDOM
+    return known or torch.Tag.pointwise in node.target.tags or torch.Tag.reduction in node.target.tags
+
+
+def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> KernelGraph:
+    output = next(iter(reversed(gm.graph.nodes)))
+    returned = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    mutated: dict[str, str] = {}
+    for node in grouping.group:
+        if node.target is torch.ops.aten.copy_.default:
+            mutated[node.args[0].name] = node.name  # type: ignore[union-attr]
+
+    values: dict[str, Value] = {}
+    for index, node in enumerate(placeholders):
+        origin: Origin = "state" if node.name in mutated else "weight" if index in static else "input"
+        values[node.name] = _value(node, origin)
+    used_constants = {s for n in [*grouping.sources, output] for s in sources(n) if s.op == "get_attr"}
+    for node in sorted(used_constants, key=grouping.position.__getitem__):
+        values[node.name] = _value(node, "constant")
+
+    needed: dict[fx.Node, set[int]] = {}
+    for node, found in grouping.sources.items():
+        for source in found:
+            needed.setdefault(source, set()).add(grouping.group[node])
+    output_sources = sources(output)
+    kernels = []
+    for number, members in enumerate(grouping.ordered()):
+        group = grouping.group[members[0]]
+        outputs, writes, inputs = [], [], dict[str, None]()
+        for node in members:
+            if node.target is torch.ops.aten.copy_.default:
+                target = node.args[0].name  # type: ignore[union-attr]
+                writes.append(target)
+                outputs.append(node.name)
+                values[node.name] = replace(_value(node.args[0], "state"), name=node.name, storage=target)
+            elif needed.get(node, set()) - {group} or node in output_sources:
+                if isinstance(node.meta.get("val"), (tuple, list)):
+                    raise LoweringError(f"node {node.name!r} makes a tuple that leaves its kernel; unpack it with getitem first")
+                outputs.append(node.name)
+                values[node.name] = _value(node, "activation")
+            for source in grouping.sources[node]:
+                if grouping.group.get(source) != group:
+                    # A write needs the storage even where it does not read the old content.
+                    inputs[source.name] = None
+        read, written = _traffic(members, grouping, group, set(outputs), values)
+        effect = any(is_effect(n) and n.target is not torch.ops.aten.copy_.default for n in members)
+        kernels.append(
+            Kernel(
+                name=f"k{number}_{_short(members)}",
+                nodes=tuple(n.name for n in members),
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                writes=tuple(writes),
+                kind=_kind(members),
+                flops=sum(_flops(n) for n in members),
+                bytes_read=read,
+                bytes_written=written,
+                module=_module_path(members),
+                source=_source_line(members),
+                fingerprint="",
+                effect=effect,
+                data_dependent=any(packet(n) in _INDEX or packet(n) in _SCATTER for n in members),
+            )
+        )
+    storages: dict[int, str] = {}
+    for node in placeholders:
+        if isinstance(node.meta["val"], torch.Tensor):
+            storages.setdefault(torch_compat.storage_key(node.meta["val"]), node.name)
+    free = sum(1 for n in gm.graph.nodes if is_free(n))
+    graph = KernelGraph(
+        kernels=tuple(kernels),
+        values=values,
+        inputs=tuple(n.name for n in placeholders),
+        outputs=tuple(n.name if isinstance(n, fx.Node) else None for n in returned),
+        output_values=tuple(s.name for s in output_sources),
+        mutated=mutated,
+        output_storages=tuple(_output_storage(n, storages) for n in returned),
+        nodes=sum(1 for n in gm.graph.nodes if n.op == "call_function"),
+        free_nodes=free,
+        module=gm,
+    )
+    named = tuple(replace(k, fingerprint=extract(graph, [k.name], k.outputs).key) for k in graph.kernels)
+    return replace(graph, kernels=named)
+
+
+def _output_storage(node: Any, storages: dict[int, str]) -> str | None:
+    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    if node.target is torch.ops.aten.copy_.default:
+        node = node.args[0]
+    base = node
+    while base.op == "call_function" and is_free(base) and base.all_input_nodes:
+        tensors = [a for a in base.all_input_nodes if not _is_scalar(a)]
+        if not tensors:
+            break
+        base = tensors[0]
+    if isinstance(base.meta.get("val"), torch.Tensor):
+        return storages.setdefault(torch_compat.storage_key(base.meta["val"]), base.name)
+    return base.name
+
+
+def _value(node: Any, origin: Origin) -> Value:
+    val = node.meta["val"]
+    if not isinstance(val, torch.Tensor):
+        return Value(node.name, (), (), "symint" if not isinstance(val, float) else "float", "host", 8, origin, node.name)
+    shape = tuple(_dim(s) for s in val.shape)
+    strides = tuple(_dim(s) for s in val.stride()) if val.layout == torch.strided else ()
+    return Value(node.name, shape, strides, str(val.dtype).removeprefix("torch."), str(val.device), _bytes(val), origin, node.name)
+
+
+def _dim(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size.node.expr)
+
+
+def _bytes(val: Any) -> int:
+    if not isinstance(val, torch.Tensor):
+        return 8
+    count = val.element_size()
+    for size in val.shape:
+        count *= torch_compat.size_hint(size)
+    return count
+
+
+def _numel(val: Any) -> int:
+    return _bytes(val) // val.element_size() if isinstance(val, torch.Tensor) else 1
+
+
+def _traffic(
+    members: list[fx.Node], grouping: _Grouping, group: int, outputs: set[str], values: dict[str, Value]
+) -> tuple[int, int]:
+    """Bytes that the kernel must read and write: what crosses its boundary, through the views that it is read by."""
+    read: dict[str, int] = {}
+    for node in members:
+        if node.target is torch.ops.aten.copy_.default:
+            continue
+        for position, arg in enumerate(node.all_input_nodes):
+            val = arg.meta.get("val")
+            if not isinstance(val, torch.Tensor) or grouping.group.get(arg) == group:
+                continue
+            count = _bytes(val)
+            if position == 0 and packet(node) in _INDEX:
+                count = min(count, _bytes(node.meta.get("val")))
+            for source in [arg] if arg in grouping.group or arg.op in ("placeholder", "get_attr") else sources(arg):
+                if source.name in values and grouping.group.get(source) != group:
+                    read[source.name] = read.get(source.name, 0) + count
+    written = sum(values[name].bytes for name in outputs)
+    return sum(min(count, values[name].bytes) for name, count in read.items()), written
+
+
+def _flops(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    formula = flop_registry.get(node.target.overloadpacket) if isinstance(node.target, torch._ops.OpOverload) else None
+    if formula is not None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        return torch_compat.size_hint(formula(*args, **kwargs, out_val=val))
+    if node.target is operator.getitem or not isinstance(val, torch.Tensor):
+        return 0
+    if _is_reduction(node):
+        return max(_numel(a.meta.get("val")) for a in node.all_input_nodes)
+    return _numel(val) if is_fusable(node) and packet(node) not in _MOVE | _INDEX else 0
+
+
+def _kind(members: list[fx.Node]) -> str:
+    names = {packet(n) for n in members}
+    if names & _GEMM:
+        return "gemm"
+    if any("attention" in n for n in names):
+        return "attention"
+    if any("convolution" in n for n in names):
+        return "conv"
+    if any(_is_reduction(n) for n in members):
+        return "reduction"
+    if names & (_INDEX | _SCATTER):
+        return "index"
+    if names <= _MOVE | {"aten.copy_"}:
+        return "copy"
+    return "pointwise" if all(is_fusable(n) or packet(n) == "aten.copy_" for n in members) else "opaque"
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.reduction in node.target.tags or packet(node) in _REDUCE
+
+
+def _short(members: list[fx.Node]) -> str:
+    """A word for the kernel's name: its heaviest operator."""
+    real = [n for n in members if n.target is not operator.getitem] or members
+    if not is_fusable(real[0]):
+        heaviest = real[0]
+    else:
+        heaviest = max(real, key=lambda n: (packet(n) in _INDEX, _is_reduction(n), _flops(n)))
+    word = packet(heaviest).rsplit(".", 1)[-1].rsplit("::", 1)[-1]
+    return re.sub(r"\W+", "_", word).strip("_") or "op"
+
+
+def _module_path(members: list[fx.Node]) -> str:
+    for node in members:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            path = re.sub(r"^L\['\w+'\]", "", str(list(stack.values())[-1][0]))
+            path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path.removeprefix("L['self']").removeprefix("self"))
+            path = path.replace("._modules", "").strip(".")
+            if path:
+                return path
+    return ""
+
+
+def _source_line(members: list[fx.Node]) -> str:
+    for node in members:
+        found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        if found:
+            return f"{found[-1][0]}:{found[-1][1]}"
+    return ""

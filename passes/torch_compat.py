@@ -1,0 +1,240 @@
+"""The only file that names private parts of torch. A torch release that moves one of them breaks here and nowhere else.
+
+Each function has a test of its own in ``tests/passes/test_torch_compat.py``. Supported: torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def aot_inference(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inference_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    training_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Runs AOTAutograd with Inductor's decompositions over a dynamo graph.
+
+    ``inference_compiler`` gets the functional ATen graph, whose input mutations are trailing ``copy_`` nodes;
+    ``training_compiler`` is called instead when gradients are needed.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    backend = aot_autograd(
+        fw_compiler=training_compiler,
+        inference_compiler=inference_compiler,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    result: Callable[..., Any] = backend(gm, example_inputs)
+    return result
+
+
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Plain Inductor on a dynamo graph: what ``torch.compile`` does by default, training included."""
+    from torch._inductor.compile_fx import compile_fx
+
+    result: Callable[..., Any] = compile_fx(gm, list(example_inputs))
+    return result
+
+
+def static_input_indices() -> tuple[int, ...]:
+    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd is compiling."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return () if metadata is None else tuple(metadata.static_input_indices)
+
+
+def current_fake_mode() -> Any:
+    """The fake tensor mode of the graph being compiled, or None."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The fake tensor mode that ``values`` belong to, or None."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def new_fake_mode() -> Any:
+    """A fake tensor mode that refuses data access and takes real tensors for constants."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_propagate(gm: fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any) -> None:
+    """Fills ``meta["val"]`` of every node by running ``gm`` on fake copies of ``example_inputs``."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(gm, mode=fake_mode).propagate(*example_inputs)
+
+
+def joint_graph_passes(gm: fx.GraphModule, fake_mode: Any) -> fx.GraphModule:
+    """Inductor's device-independent passes over the whole graph; random operators get explicit seed tensors. In place."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(fake_mode):
+        result: fx.GraphModule = _recursive_joint_graph_passes(gm)
+    return result
+
+
+@contextlib.contextmanager
+def fresh_tracing(fake_mode: Any) -> Iterator[None]:
+    """A tracing context of its own for the compilation of one segment."""
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(fake_mode)):
+        yield
+
+
+def inductor_compile_segment(gm: fx.GraphModule, fake_inputs: Sequence[Any], threads: int | None) -> Callable[[list[Any]], Any]:
+    """Compiles one segment; the result is boxed: it takes a list, which it empties, and returns a sequence.
+
+    All outputs keep the strides of their metadata. ``threads`` is baked into C++ kernels (None: torch's current setting).
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    metas = [n.meta.get("val") for n in gm.graph.nodes]
+    fake_mode = fake_mode_of(fake_inputs) or fake_mode_of(metas) or new_fake_mode()
+    output = next(iter(reversed(gm.graph.nodes)))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    # That meta is not part of Inductor's cache key: without a tag of their own, segments would be served artefacts compiled
+    # for a caller to whom strides do not matter.
+    with (
+        fresh_tracing(fake_mode),
+        config.patch({"cpp.threads": -1 if threads is None else threads}),
+        torch.compiler.config.patch(cache_key_tag=torch.compiler.config.cache_key_tag + "tessera"),
+    ):
+        result: Callable[[list[Any]], Any] = compile_fx_inner(
+            gm, list(fake_inputs), is_inference=True, cudagraphs=BoxedBool(False)
+        )
+    return result
+
+
+def symbol_of(value: Any) -> str | None:
+    """The symbol that a SymInt is, when it is exactly one (``"s0"``); None for expressions and plain ints."""
+    if isinstance(value, torch.SymInt):
+        expr = value.node.expr
+        if expr.is_Symbol:
+            return str(expr)
+    return None
+
+
+def free_symbols(values: Sequence[Any]) -> tuple[str, ...]:
+    """Names of the symbols in the shapes, strides and offsets of ``values``, sorted."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as torch_free_symbols
+
+    names: set[str] = set()
+    for value in values:
+        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            names.update(map(str, torch_free_symbols(value)))
+    return tuple(sorted(names))
+
+
+def has_unbacked(value: Any) -> bool:
+    """Whether a tensor's shape, or a SymInt, depends on data (an unbacked symbol)."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
+
+
+def size_hint(value: Any, fallback: int = 64) -> int:
+    """The size that a dimension had in the example (``fallback`` where it depends on data)."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return fallback if hint is None else int(hint)
+    return int(value)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage; equal for views. Unique among live storages."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A reference that does not keep the storage's memory but keeps its identity from being reused."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def calling_compile() -> Any:
+    """The object that stands for one ``torch.compile`` call, when a backend is being called by it; else None."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch._TorchCompileWrapper):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def compile_of(compiled: Any) -> Any:
+    """The same object, found from what ``torch.compile`` returned (or a module after ``module.compile()``); else None."""
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+    if isinstance(compiled, OptimizedModule):
+        contexts = [compiled.dynamo_ctx]
+    else:
+        function = compiled
+        if isinstance(compiled, torch.nn.Module) and compiled._compiled_call_impl is not None:
+            function = compiled._compiled_call_impl
+        function = getattr(function, "__func__", function)
+        cells = getattr(function, "__closure__", None) or ()
+        contexts = [c.cell_contents for c in cells if hasattr(c.cell_contents, "callback")]
+    for context in contexts:
+        found = innermost_backend(context.callback)
+        if isinstance(found, torch._TorchCompileWrapper):
+            return found
+    return None
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether an FX target is a higher-order operator (cond, scan, a user's Triton kernel …)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def empty_like_fake(value: Any, symbols: dict[Any, int]) -> Any:
+    """An uninitialised real tensor (or an int) for a fake one, with ``symbols`` (name → size) substituted."""
+
+    def number(size: Any) -> int:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expr = size.node.expr.subs({s: symbols[str(s)] for s in size.node.expr.free_symbols if str(s) in symbols})
+        return int(expr) if expr.is_number else size_hint(size)
+
+    if not isinstance(value, torch.Tensor):
+        return number(value) if isinstance(value, torch.SymInt) else value
+    shape, strides = [number(s) for s in value.shape], [number(s) for s in value.stride()]
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def random_prims() -> tuple[Any, Any, Any]:
+    """Inductor's operators for drawing seeds, and for ``rand``/``randn`` and ``randint`` from a given seed."""
+    import torch._inductor.inductor_prims  # noqa: F401  (registers them)
+
+    prims = torch.ops.prims
+    return prims.inductor_seeds.default, prims.inductor_random.default, prims.inductor_randint.default

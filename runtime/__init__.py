@@ -1,0 +1,1 @@
+"""What touches devices: compiling segments, profiling kernels, executing programs."""

@@ -1,0 +1,147 @@
+"""What a user can set, as one frozen, hashable value."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .catalogue import make_cluster
+from .passes.cluster import Cluster
+from .passes.errors import ClusterError, OptionsError
+
+_POLICIES = ("latency", "throughput", "auto")
+_PLANNERS = ("milp", "single", "alternate", "random:SEED", "a saved plan's path ending in .json")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the backend; all have defaults.
+
+    Attributes:
+        cluster: devices to plan for (see ``passes/cluster.py`` for the grammar), or a :class:`Cluster`; None: two CPU lanes.
+        policy: ``latency`` and ``auto`` run a plain call on the latency plan, ``throughput`` on the throughput plan.
+        planner: ``milp``; ``single`` (the best one device); ``alternate`` and ``random:SEED``, for tests that any placement is
+            correct; or the path of a saved plan.
+        pins: kernel or module glob → device.
+        max_memory: device → bytes, as a number or text such as ``"20GiB"``.
+        profile: ``measure`` or ``model``.
+        codegen: ``inductor``, ``eager`` (the same segments uncompiled), ``null`` (compute nothing, return the right shapes).
+        time_limit, gap: when the solver may stop: seconds, relative gap.
+        inflight: requests whose activations the plan keeps room for.
+        dryrun: plan and report, build nothing: calls run uncompiled on one lane. A path also writes the report there as JSON.
+        strict: raise where there would be a fallback with a warning.
+        seed: of the random planner, where its name gives none.
+    """
+
+    cluster: str | Cluster | None = None
+    policy: str = "auto"
+    planner: str = "milp"
+    pins: tuple[tuple[str, str], ...] = ()
+    max_memory: tuple[tuple[str, int], ...] = ()
+    profile: str = "measure"
+    codegen: str = "inductor"
+    time_limit: float = 10.0
+    gap: float = 1e-3
+    inflight: int = 1
+    dryrun: bool | str = False
+    strict: bool = False
+    seed: int = 0
+
+    @classmethod
+    def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+        """Validates a mapping as ``torch.compile(options=…)`` hands it over.
+
+        Raises:
+            OptionsError: names the option, and the nearest name or the values that it takes.
+            ClusterError: the cluster cannot be read.
+        """
+        if mode not in (None, "default"):
+            raise OptionsError(f"mode={mode!r}: this backend takes mode='default'; set its own options instead")
+        known = {f.name for f in fields(cls)}
+        values = dict(options or {})
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+                raise OptionsError(
+                    f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(sorted(known))}")
+                )
+        for name in ("pins", "max_memory"):
+            if name in values:
+                values[name] = _pairs(name, values[name])
+        if "max_memory" in values:
+            values["max_memory"] = tuple((d, parse_bytes(d, m)) for d, m in values["max_memory"])
+        if isinstance(values.get("dryrun"), os.PathLike):
+            values["dryrun"] = os.fspath(values["dryrun"])
+        made = cls(**values)
+        made._check()
+        return made
+
+    def with_changes(self, **changes: Any) -> Options:
+        made = replace(self, **changes)
+        made._check()
+        return made
+
+    def resolved_cluster(self) -> Cluster:
+        """The cluster with ``max_memory`` applied."""
+        cluster = make_cluster(self.cluster)
+        try:
+            return cluster.with_memory(dict(self.max_memory))
+        except ClusterError as error:
+            raise OptionsError(f"max_memory: {error}") from None
+
+    def _check(self) -> None:
+        def choice(name: str, allowed: tuple[str, ...]) -> None:
+            if getattr(self, name) not in allowed:
+                raise OptionsError(f"{name}={getattr(self, name)!r}; it takes {', '.join(map(repr, allowed))}")
+
+        def number(name: str, kind: type | tuple[type, ...], good: Callable[[Any], bool], what: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not good(value):
+                raise OptionsError(f"{name}={value!r}; it takes {what}")
+
+        if not isinstance(self.cluster, (str, Cluster, type(None))):
+            raise OptionsError(f"cluster={self.cluster!r}; it takes a string, a Cluster or None")
+        choice("policy", _POLICIES)
+        choice("profile", ("measure", "model"))
+        choice("codegen", ("inductor", "eager", "null"))
+        planner = self.planner
+        if not (
+            planner in ("milp", "single", "alternate", "random")
+            or (isinstance(planner, str) and (re.fullmatch(r"random:\d+", planner) or planner.endswith(".json")))
+        ):
+            raise OptionsError(f"planner={planner!r}; it takes {', '.join(_PLANNERS)}")
+        number("time_limit", (int, float), lambda v: v >= 0, "seconds, 0 or more")
+        number("gap", (int, float), lambda v: 0 <= v < 1, "a number from 0 up to 1")
+        number("inflight", int, lambda v: v >= 1, "a whole number from 1")
+        number("seed", int, lambda v: v >= 0, "a whole number from 0")
+        if not isinstance(self.strict, bool):
+            raise OptionsError(f"strict={self.strict!r}; it takes True or False")
+        if not isinstance(self.dryrun, (bool, str)):
+            raise OptionsError(f"dryrun={self.dryrun!r}; it takes True, False or a path")
+        names = set(self.resolved_cluster().names)
+        for pattern, device in self.pins:
+            if device not in names:
+                raise OptionsError(f"pins: {pattern!r} → {device!r}, which is not in the cluster ({', '.join(sorted(names))})")
+
+
+def parse_bytes(device: str, text: object) -> int:
+    """``"20GiB"``, ``"1.5GB"`` or a number of bytes → bytes; ``device`` is named in the error."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise OptionsError(f"max_memory for {device!r} is {text!r}; it takes a number of bytes or text such as '20GiB' or '1.5GB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _pairs(name: str, value: object) -> tuple[tuple[str, Any], ...]:
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(k), v) for k, v in value.items()))
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        return value
+    raise OptionsError(f"{name}={value!r}; it takes a mapping")

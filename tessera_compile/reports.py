@@ -1,0 +1,133 @@
+"""What was compiled, as text, JSON and objects."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import networkx as nx
+
+from .passes.dependence import add_edge
+from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph: its kernels, dependences, times, plan and program, and the seconds of each step of the pipeline."""
+
+    number: int
+    kernels: KernelGraph
+    ddg: nx.DiGraph = field(compare=False)
+    profile: Profile
+    plan: Plan
+    program: Program
+    seconds: Mapping[str, float]
+    fallbacks: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        plan, graph = self.plan, self.kernels
+        covered = sum(len(k.nodes) for k in graph.kernels)
+        distinct = len({k.fingerprint for k in graph.kernels})
+        lines = [
+            f"graph {self.number}: {len(graph.kernels)} kernels ({distinct} distinct) from {covered} of {graph.nodes} nodes; "
+            f"{graph.free_nodes} views, factories and sizes are cloned where they are used"
+        ]
+        lines += [f"  {line}" for line in plan.to_text().splitlines()]
+        lines.append(f"  {_verdict(plan)}")
+        times = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self.seconds.items())
+        lines.append(f"  seconds: {times}")
+        how = sorted({t.source for row in self.profile.times.values() for t in row.values()})
+        lines.append(f"  times are {' and '.join(how)}")
+        lines += [f"  fallback: {reason}" for reason in self.fallbacks]
+        return "\n".join([*lines, "", self.table()])
+
+    def table(self) -> str:
+        """Kernels by module: where each runs, and its µs on every device."""
+        header = ["module", "kernel", "kind", "device", *(f"{d} µs" for d in self.plan.devices)]
+        rows: list[list[str]] = []
+        previous = None
+        for kernel in self.kernels.kernels:
+            us = [self.profile.us(kernel.name, d) for d in self.plan.devices]
+            cells = ["-" if u == float("inf") else f"{u:.1f}" for u in us]
+            module = kernel.module or "-"
+            rows.append([module if module != previous else "", kernel.name, kernel.kind, self.plan.placement[kernel.name], *cells])
+            previous = module
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        left = 4
+
+        def line(cells: list[str]) -> str:
+            return "  " + "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
+
+        return "\n".join([line(header), *map(line, rows)])
+
+    def _json(self) -> dict[str, object]:
+        edges = [[a, b, [asdict(d) for d in deps]] for a, b, deps in self.ddg.edges(data="deps")]
+        return {
+            "number": self.number,
+            "kernels": json.loads(self.kernels.to_json()),
+            "ddg": edges,
+            "profile": json.loads(self.profile.to_json()),
+            "plan": json.loads(self.plan.to_json()),
+            "program": self.program.to_text(),
+            "seconds": dict(self.seconds),
+            "fallbacks": list(self.fallbacks),
+        }
+
+
+def _verdict(plan: Plan) -> str:
+    """The plan against each device alone, on the plan's own objective."""
+    what = "bottleneck" if plan.objective == "throughput" else "makespan"
+    alone = [f"{d} alone {us:.1f} µs ({us / plan.value_us:.3f}×)" for d, us in plan.baselines.items() if plan.value_us > 0]
+    return f"{what} {plan.value_us:.1f} µs; " + ("; ".join(alone) if alone else "no device fits it alone")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The graphs of one compiled model, and why some of its graphs run elsewhere (``fallbacks``)."""
+
+    graphs: tuple[GraphReport, ...]
+    fallbacks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self) -> str:
+        parts = [g.to_text() for g in self.graphs] + [f"not planned: {reason}" for reason in self.fallbacks]
+        return "\n\n".join(parts)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as JSON text; also written to ``path`` if given."""
+        text = json.dumps({"graphs": [g._json() for g in self.graphs], "fallbacks": list(self.fallbacks)})
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Reads what ``to_json`` wrote. The kernel graphs have no FX graph: they can be planned again but not run."""
+        data = json.loads(text)
+        graphs = []
+        for g in data["graphs"]:
+            kernels = KernelGraph.from_json(json.dumps(g["kernels"]))
+            ddg = nx.DiGraph(kernels=kernels)
+            ddg.add_nodes_from((k.name, {"kernel": k}) for k in kernels.kernels)
+            for before, after, raw in g["ddg"]:
+                deps = tuple(Dependence(**d) for d in raw)
+                add_edge(ddg, before, after, deps)
+            graphs.append(
+                GraphReport(
+                    g["number"],
+                    kernels,
+                    ddg,
+                    Profile.from_json(json.dumps(g["profile"])),
+                    Plan.from_json(json.dumps(g["plan"])),
+                    Program.from_text(g["program"]),
+                    g["seconds"],
+                    tuple(g["fallbacks"]),
+                )
+            )
+        return cls(tuple(graphs), tuple(data["fallbacks"]))
+
