@@ -47,7 +47,7 @@ def extract(graph: KernelGraph, kernels: Iterable[str], outputs: Sequence[str]) 
         raise LoweringError("this kernel graph was read from JSON and has no FX graph; lower the model again to run it")
     members = {node for k in kernels for node in graph[k].nodes}
     written = {v for k in kernels for v in graph[k].writes}
-    by_name = {n.name: n for n in original.graph.nodes}
+    position = _positions(graph)
     outputs = [o for o in outputs if o not in graph.values or graph.values[o].storage == o]
 
     # Members in graph order, each preceded by the free nodes that it needs: an order, and hence a key, that depends on the
@@ -67,11 +67,10 @@ def extract(graph: KernelGraph, kernels: Iterable[str], outputs: Sequence[str]) 
             visit(arg)
         body.append(node)
 
-    for node in original.graph.nodes:
-        if node.name in members:
-            visit(node)
+    for name in sorted(members, key=lambda name: position[name][0]):
+        visit(position[name][1])
     for name in outputs:
-        visit(by_name[name])
+        visit(position[name][1])
 
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -83,9 +82,17 @@ def extract(graph: KernelGraph, kernels: Iterable[str], outputs: Sequence[str]) 
     for node in body:
         copies[node] = new.node_copy(node, copies.__getitem__)
         copies[node].meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta", "stack_trace", "nn_module_stack")}
-    new.output(tuple(copies[by_name[name]] for name in outputs))
+    new.output(tuple(copies[position[name][1]] for name in outputs))
     module = fx.GraphModule(original, new)
     return Piece(module, tuple(inputs), tuple(outputs), tuple(sorted(written)), _key(module))
+
+
+def _positions(graph: KernelGraph) -> dict[str, tuple[int, fx.Node]]:
+    """Node name → (position, node); made once a graph."""
+    cached: dict[str, tuple[int, fx.Node]] | None = graph.__dict__.get("_positions")
+    if cached is None:
+        cached = graph.__dict__["_positions"] = {n.name: (i, n) for i, n in enumerate(graph.module.graph.nodes)}
+    return cached
 
 
 def _pass_symbols(graph: KernelGraph, outside: list[fx.Node], body: list[fx.Node], new: fx.Graph) -> list[str]:

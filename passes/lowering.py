@@ -6,7 +6,8 @@ Rules, in order:
 2. *Free* nodes (views, factories, arithmetic on sizes) are cloned into every consumer and belong to no kernel.
 3. Matrix products, convolutions, attention and whatever else Inductor would call out for are kernels alone.
 4. Pointwise operators, reductions, cat and index join the kernel of their latest producer; of an earlier producer when
-   they are its only reader. Never when that would make a cycle between kernels (ancestor bit masks tell).
+   they are its only reader. Never when that would make a cycle between kernels (ancestor bit masks tell). Then a kernel of
+   such operators whose results one other such kernel alone reads is merged into it, which cannot make a cycle.
 5. ``copy_`` into a graph input joins the kernel that makes the new value, so that it can be made in place.
 """
 
@@ -89,8 +90,19 @@ def is_effect(node: fx.Node) -> bool:
         return "effect" in str(node.target) or "print" in str(node.target)
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    tags = node.target.tags
-    return packet(node) in _EFFECTS or torch.Tag.nondeterministic_seeded in tags or node.target._schema.is_mutable
+    if packet(node) in _EFFECTS or node.target._schema.is_mutable:
+        return True
+    return torch.Tag.nondeterministic_seeded in node.target.tags and not _never_drops(node)
+
+
+def _never_drops(node: fx.Node) -> bool:
+    """Whether the operator only draws random numbers for a dropout that is switched off, as attention does."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return value == 0
+    return False
 
 
 def packet(node: fx.Node) -> str:
@@ -231,8 +243,26 @@ class _Grouping:
         for node in self.sources:
             if node not in copies:
                 self._place(node, readers)
+        self._merge_into_sole_readers(readers)
         for node in copies:
             self._place_copy(node, readers)
+
+    def _merge_into_sole_readers(self, readers: dict[fx.Node, list[fx.Node]]) -> None:
+        for group in reversed(range(len(self.members))):
+            members = self.members[group]
+            if self.solo[group] or not is_fusable(members[0]):
+                continue
+            # The output node and copies are in no group yet: what they read must stay visible.
+            read_by = {self.group.get(r, -1) for n in members for r in readers.get(n, ())} - {group}
+            if len(read_by) != 1:
+                continue
+            other = read_by.pop()
+            if other < 0 or self.solo[other] or not is_fusable(self.members[other][0]):
+                continue
+            self.members[other] += members
+            self.group.update(dict.fromkeys(members, other))
+            self.members[group] = []
+            self.ancestors = [mask & ~(1 << group) for mask in self.ancestors]
 
     def _place(self, node: fx.Node, readers: dict[fx.Node, list[fx.Node]]) -> None:
         producers = {self.group[s]: s for s in self.sources[node] if s in self.group}
@@ -290,14 +320,16 @@ class _Grouping:
         """Groups in an order that respects dependences, as close to the graph's own as possible."""
         before: list[set[int]] = [set() for _ in self.members]
         after: list[set[int]] = [set() for _ in self.members]
-        for group, mask in enumerate(self.ancestors):
+        alive = [g for g, members in enumerate(self.members) if members]
+        for group in alive:
+            mask = self.ancestors[group]
             for other in range(len(self.members)):
                 if mask >> other & 1:
                     before[group].add(other)
                     after[other].add(group)
         waiting = [len(b) for b in before]
-        key = [max(self.position[n] for n in m if n.target is not torch.ops.aten.copy_.default or len(m) == 1) for m in self.members]
-        heap = [(key[g], g) for g, count in enumerate(waiting) if count == 0]
+        key = {g: max(self.position[n] for n in self._timed(g)) for g in alive}
+        heap = [(key[g], g) for g in alive if waiting[g] == 0]
         heapq.heapify(heap)
         result = []
         while heap:
@@ -307,8 +339,13 @@ class _Grouping:
                 waiting[other] -= 1
                 if waiting[other] == 0:
                     heapq.heappush(heap, (key[other], other))
-        assert len(result) == len(self.members), "kernels form a cycle"
+        assert len(result) == len(alive), "kernels form a cycle"
         return result
+
+    def _timed(self, group: int) -> list[fx.Node]:
+        """The nodes that say when a group is due: copies stand at the end of the graph wherever their values are made."""
+        computing = [n for n in self.members[group] if n.target is not torch.ops.aten.copy_.default]
+        return computing or self.members[group]
 
 
 def is_fusable(node: fx.Node) -> bool:
@@ -520,7 +557,7 @@ def _module_path(members: list[fx.Node]) -> str:
         stack = node.meta.get("nn_module_stack")
         if stack:
             path = re.sub(r"^L\['\w+'\]", "", str(list(stack.values())[-1][0]))
-            path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path.removeprefix("L['self']").removeprefix("self"))
+            path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
             path = path.replace("._modules", "").strip(".")
             if path:
                 return path

@@ -25,6 +25,7 @@ def aot_inference(
     ``inference_compiler`` gets the functional ATen graph, whose input mutations are trailing ``copy_`` nodes;
     ``training_compiler`` is called instead when gradients are needed.
     """
+    import torch._inductor.lowering  # noqa: F401  (decompositions use it without importing it)
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 

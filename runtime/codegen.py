@@ -53,6 +53,8 @@ class Codegen:
         self.strict = strict
         self.artefacts: dict[str, Boxed] = {}
         self.fallbacks: dict[str, str] = {}
+        # With each piece its graph, so that the identity in the key stays taken.
+        self._pieces: dict[tuple[int, tuple[str, ...], tuple[str, ...]], tuple[KernelGraph, Piece]] = {}
         self._lock = threading.RLock()
 
     def compile(self, graph: KernelGraph, kernels: Sequence[str], outputs: Sequence[str]) -> Compiled:
@@ -64,8 +66,11 @@ class Codegen:
         Raises:
             FallbackError: under ``strict``, with Inductor's error as cause.
         """
-        piece = extract(graph, kernels, outputs)
         with self._lock:
+            asked = (id(graph), tuple(kernels), tuple(outputs))
+            if asked not in self._pieces:
+                self._pieces[asked] = (graph, extract(graph, kernels, outputs))
+            piece = self._pieces[asked][1]
             call = self.artefacts.get(piece.key)
             if call is None:
                 call, codegen = self._make(graph, piece, kernels)
