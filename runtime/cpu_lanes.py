@@ -8,7 +8,7 @@ replicas. The caller's tensors are touched by the home lane alone, and only wher
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,13 +45,21 @@ class CpuLaneExecutor:
         codegen: compiles the segments; its ``threads`` should be the lanes'.
         threads: intra-operator threads of each lane; by default the caller's setting divided among the lanes.
         poison: for tests: fill storage with NaN when it is freed, so that any use of it shows.
+        progress: wraps the segments to be compiled, with a title, for a progress bar.
 
     Attributes:
         runs: how many requests have completed.
     """
 
     def __init__(
-        self, graph: KernelGraph, program: Program, codegen: Codegen, *, threads: int | None = None, poison: bool = False
+        self,
+        graph: KernelGraph,
+        program: Program,
+        codegen: Codegen,
+        *,
+        threads: int | None = None,
+        poison: bool = False,
+        progress: Callable[[Sequence[Any], str], Iterable[Any]] = lambda items, _: items,
     ) -> None:
         self.graph = graph
         self.program = program
@@ -62,15 +70,14 @@ class CpuLaneExecutor:
         self.threads = threads if threads is not None else lane_threads(self.lanes)
         self.home = next(i for i, _, instruction in program if isinstance(instruction, Out))
         self.segments: dict[tuple[int, int], _Segment] = {}
-        for lane in program.lanes:
-            for at, io in segment_values(graph, lane.instructions).items():
-                run = lane.instructions[at]
-                assert isinstance(run, Run)
-                compiled = codegen.compile(graph, run.kernels, io.outputs)
-                written = tuple(
-                    (graph.values[v].storage, v) for k in run.kernels for v in graph[k].outputs if graph.values[v].storage != v
-                )
-                self.segments[lane.index, at] = _Segment(run.segment, compiled, compiled.outputs, written, run.kernels)
+        wanted = [(lane, at, io) for lane in program.lanes for at, io in segment_values(graph, lane.instructions).items()]
+        for lane, at, io in progress(wanted, "compiling segments"):
+            run = lane.instructions[at]
+            compiled = codegen.compile(graph, run.kernels, io.outputs)
+            written = tuple(
+                (graph.values[v].storage, v) for k in run.kernels for v in graph[k].outputs if graph.values[v].storage != v
+            )
+            self.segments[lane.index, at] = _Segment(run.segment, compiled, compiled.outputs, written, run.kernels)
         held = {i: instruction.values for i, _, instruction in program if isinstance(instruction, Hold)}
         self.replicas = {lane: {v: Replica() for v in values} for lane, values in held.items()}
         self._held = tuple(dict.fromkeys(v for values in held.values() for v in values))

@@ -278,7 +278,7 @@ def compile_graph(
             at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
             executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
         else:
-            executor = CpuLaneExecutor(kernels, program, codegen, threads=threads)
+            executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, progress=progress)
     return CompiledGraph(GraphReport(number, kernels, ddg, times, plan, program, seconds, tuple(codegen.fallbacks.values())), executor)
 
 
