@@ -151,7 +151,9 @@ def parse_cluster(
     for item in body.split(","):
         match = _ITEM.fullmatch(item.strip())
         if not match:
-            raise ClusterError(f"cannot read {item.strip()!r} in cluster {text!r}; items look like '2xa100-80gb', 'cuda:0' or 'cpu'")
+            raise ClusterError(
+                f"cannot read {item.strip()!r} in cluster {text!r}; items look like '2xa100-80gb', 'cuda:0' or 'cpu'"
+            )
         count = int(match[1] or 1)
         if count < 1:
             raise ClusterError(f"{item.strip()!r} in cluster {text!r} asks for no device")
@@ -169,9 +171,7 @@ def parse_cluster(
             number = seen[key] = seen.get(key, -1) + 1
             device = replace(device, name=f"{key}#{number}")
         devices.append(device)
-    links = {
-        (a.name, b.name): _link(a, b, link_text, catalogue) for a in devices for b in devices if a.name != b.name
-    }
+    links = {(a.name, b.name): _link(a, b, link_text, catalogue) for a in devices for b in devices if a.name != b.name}
     return Cluster(tuple(devices), links)
 
 
@@ -180,7 +180,7 @@ def _split_link(text: str) -> tuple[str, re.Match[str]]:
     match = _LINK.fullmatch(text[at:])
     if match is None:
         raise ClusterError(
-            f"cannot read the link {text[at:]!r} in cluster {text!r}; it stands once, at the end, as in '@200Gbps+10us' or '@25GB/s'"
+            f"cannot read the link {text[at:]!r} in cluster {text!r}; it stands once, last, like '@200Gbps+10us' or '@25GB/s'"
         )
     if match[1] is not None and float(match[1]) <= 0:
         raise ClusterError(f"the link in cluster {text!r} has zero bandwidth")

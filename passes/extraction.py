@@ -103,7 +103,10 @@ def _pass_symbols(graph: KernelGraph, outside: list[fx.Node], body: list[fx.Node
     for symbol in symbols:
         if symbol in known:
             continue
-        holder = next((n for n in graph.module.graph.nodes if n.name in graph.values and torch_compat.symbol_of(n.meta["val"]) == symbol), None)
+        holder = next(
+            (n for n in graph.module.graph.nodes if n.name in graph.values and torch_compat.symbol_of(n.meta["val"]) == symbol),
+            None,
+        )
         if holder is not None and graph.producer(holder.name) is None:
             name, val = holder.name, holder.meta["val"]
         else:
@@ -165,5 +168,7 @@ def _key(module: fx.GraphModule) -> str:
             continue
         target = "" if node.op in ("placeholder", "output") else str(node.target)
         val = describe(node.meta.get("val")) if node.op != "output" else ""
-        lines.append(f"{node.op} {target} {argument(node.args) if node.op != 'placeholder' else ''} {argument(node.kwargs)} {val}")
+        lines.append(
+            f"{node.op} {target} {argument(node.args) if node.op != 'placeholder' else ''} {argument(node.kwargs)} {val}"
+        )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -164,12 +164,14 @@ class KernelGraph:
     def from_json(cls, text: str) -> KernelGraph:
         """Reads what ``to_json`` wrote. The FX graph is not part of it: such a graph can be planned but not run."""
         data = json.loads(text)
-        kernels = tuple(Kernel(**{n: tuple(v) if isinstance(v, list) else v for n, v in k.items()}) for k in data["kernels"])
-        values = {
-            name: Value(**{n: tuple(x) if isinstance(x, list) else x for n, x in v.items()}) for name, v in data["values"].items()
-        }
+        kernels = tuple(Kernel(**_tuples(k)) for k in data["kernels"])
+        values = {name: Value(**_tuples(v)) for name, v in data["values"].items()}
         tuples = {n: tuple(data[n]) for n in ("inputs", "outputs", "output_values", "output_storages")}
         return cls(kernels, values, mutated=data["mutated"], nodes=data["nodes"], free_nodes=data["free_nodes"], **tuples)
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,8 @@ class Plan:
 
     def to_text(self) -> str:
         lines = [
-            f"plan for {self.objective} by {self.planner}: bottleneck {self.bottleneck_us:.1f} µs, makespan {self.makespan_us:.1f} µs",
+            f"plan for {self.objective} by {self.planner}: bottleneck {self.bottleneck_us:.1f} µs, "
+            f"makespan {self.makespan_us:.1f} µs",
             f"solver {self.status} in {self.seconds:.2f} s: proven bound {self.bound_us:.1f} µs, gap {100 * self.gap:.2f} %",
         ]
         for device, kernels in self.device_map.items():

@@ -101,7 +101,7 @@ def _never_drops(node: fx.Node) -> bool:
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             value = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return value == 0
+            return bool(value == 0)
     return False
 
 
@@ -131,12 +131,16 @@ def _prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModul
     mode = torch_compat.fake_mode_of(values) or torch_compat.fake_mode_of(example_inputs) or torch_compat.current_fake_mode()
     if not complete or len(modes) > 1:
         if len(example_inputs) != len(placeholders):
-            raise LoweringError(f"the graph has {len(placeholders)} inputs without shapes but {len(example_inputs)} example inputs")
+            raise LoweringError(
+                f"the graph has {len(placeholders)} inputs without shapes but {len(example_inputs)} example inputs"
+            )
         mode = torch_compat.fake_mode_of(example_inputs) or torch_compat.new_fake_mode()
         torch_compat.fake_propagate(gm, example_inputs, mode)
     for node in gm.graph.nodes:
         if node.op == "call_function" and not _known_target(node.target):
-            raise LoweringError(f"node {node.name!r} calls {node.target!r}, which is not an ATen operator; trace with AOTAutograd first")
+            raise LoweringError(
+                f"node {node.name!r} calls {node.target!r}, which is not an ATen operator; trace with AOTAutograd first"
+            )
     if mode is None:
         mode = torch_compat.new_fake_mode()
     for node in gm.graph.nodes:
@@ -227,12 +231,16 @@ class _Grouping:
             found = self.sources[node] = sources(node)
             for source in found:
                 if source in overwritten and source is not node.args[0]:
-                    raise LoweringError(f"node {node.name!r} reads {source.name!r} after {overwritten[source].name!r} overwrote it")
+                    raise LoweringError(
+                        f"node {node.name!r} reads {source.name!r} after {overwritten[source].name!r} overwrote it"
+                    )
                 readers.setdefault(source, []).append(node)
             if node.target is torch.ops.aten.copy_.default:
                 target = node.args[0]
                 if not isinstance(target, fx.Node) or target.op != "placeholder":
-                    raise LoweringError(f"node {node.name!r} writes into {target}, which is not a graph input; functionalize the graph")
+                    raise LoweringError(
+                        f"node {node.name!r} writes into {target}, which is not a graph input; functionalize the graph"
+                    )
                 copies.append(node)
                 overwritten[target] = node
             elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -271,7 +279,9 @@ class _Grouping:
             return
         if is_fusable(node) and producers:
             latest = self.group[max((s for s in self.sources[node] if s in self.group), key=self.position.__getitem__)]
-            candidates = [latest] + [g for g, s in sorted(producers.items(), reverse=True) if g != latest and len(readers[s]) == 1]
+            candidates = [latest] + [
+                g for g, s in sorted(producers.items(), reverse=True) if g != latest and len(readers[s]) == 1
+            ]
             for candidate in candidates:
                 if self.solo[candidate] or not is_fusable(self.members[candidate][0]):
                     continue
@@ -366,7 +376,7 @@ def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> K
     mutated: dict[str, str] = {}
     for node in grouping.group:
         if node.target is torch.ops.aten.copy_.default:
-            mutated[node.args[0].name] = node.name  # type: ignore[union-attr]
+            mutated[_overwritten(node)] = node.name
 
     values: dict[str, Value] = {}
     for index, node in enumerate(placeholders):
@@ -387,7 +397,7 @@ def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> K
         outputs, writes, inputs = [], [], dict[str, None]()
         for node in members:
             if node.target is torch.ops.aten.copy_.default:
-                target = node.args[0].name  # type: ignore[union-attr]
+                target = _overwritten(node)
                 writes.append(target)
                 outputs.append(node.name)
                 values[node.name] = replace(_value(node.args[0], "state"), name=node.name, storage=target)
@@ -441,6 +451,13 @@ def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> K
     return replace(graph, kernels=named)
 
 
+def _overwritten(copy: fx.Node) -> str:
+    """Name of the graph input that a ``copy_`` node overwrites."""
+    target = copy.args[0]
+    assert isinstance(target, fx.Node)
+    return target.name
+
+
 def _output_storage(node: Any, storages: dict[int, str]) -> str | None:
     if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
@@ -454,7 +471,7 @@ def _output_storage(node: Any, storages: dict[int, str]) -> str | None:
         base = tensors[0]
     if isinstance(base.meta.get("val"), torch.Tensor):
         return storages.setdefault(torch_compat.storage_key(base.meta["val"]), base.name)
-    return base.name
+    return str(base.name)
 
 
 def _value(node: Any, origin: Origin) -> Value:
@@ -463,7 +480,9 @@ def _value(node: Any, origin: Origin) -> Value:
         return Value(node.name, (), (), "symint" if not isinstance(val, float) else "float", "host", 8, origin, node.name)
     shape = tuple(_dim(s) for s in val.shape)
     strides = tuple(_dim(s) for s in val.stride()) if val.layout == torch.strided else ()
-    return Value(node.name, shape, strides, str(val.dtype).removeprefix("torch."), str(val.device), _bytes(val), origin, node.name)
+    return Value(
+        node.name, shape, strides, str(val.dtype).removeprefix("torch."), str(val.device), _bytes(val), origin, node.name
+    )
 
 
 def _dim(size: Any) -> int | str:

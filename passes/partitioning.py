@@ -109,6 +109,17 @@ def partition(
     )
 
 
+def matching(graph: KernelGraph, pattern: str) -> list[str]:
+    """Names of the kernels that a pin's pattern stands for: a glob over kernel names or module paths, or a path above them."""
+    return [
+        k.name
+        for k in graph.kernels
+        if fnmatch.fnmatchcase(k.name, pattern)
+        or fnmatch.fnmatchcase(k.module, pattern)
+        or (k.module + ".").startswith(pattern + ".")
+    ]
+
+
 def pinned(graph: KernelGraph, pins: Mapping[str, str]) -> dict[str, str]:
     """Kernel → device for the kernels that ``pins`` name.
 
@@ -117,13 +128,7 @@ def pinned(graph: KernelGraph, pins: Mapping[str, str]) -> dict[str, str]:
     """
     result: dict[str, str] = {}
     for pattern, device in pins.items():
-        hit = [
-            k.name
-            for k in graph.kernels
-            if fnmatch.fnmatchcase(k.name, pattern)
-            or fnmatch.fnmatchcase(k.module, pattern)
-            or (k.module + ".").startswith(pattern + ".")
-        ]
+        hit = matching(graph, pattern)
         if not hit:
             modules = sorted({k.module for k in graph.kernels if k.module})
             raise PlanError(f"pin {pattern!r} matches no kernel and no module; modules here: {', '.join(modules[:12]) or 'none'}")
@@ -133,10 +138,12 @@ def pinned(graph: KernelGraph, pins: Mapping[str, str]) -> dict[str, str]:
 
 def _allowed(graph: KernelGraph, problem: Problem, pins: Mapping[str, str]) -> np.ndarray:
     """Boolean [kernel, device]: where each kernel may run."""
-    allowed = np.isfinite(problem.times)
+    allowed: np.ndarray = np.isfinite(problem.times)
     for kernel, device in pinned(graph, pins).items():
         if device not in problem.devices:
-            raise PlanError(f"kernel {kernel!r} is pinned to {device!r}, which is not in the cluster ({', '.join(problem.devices)})")
+            raise PlanError(
+                f"kernel {kernel!r} is pinned to {device!r}, which is not in the cluster ({', '.join(problem.devices)})"
+            )
         k, g = problem.kernels.index(kernel), problem.devices.index(device)
         if not allowed[k, g]:
             raise InfeasibleError(f"kernel {kernel!r} is pinned to {device!r}, which cannot run it")
@@ -156,7 +163,9 @@ def _given(problem: Problem, placement: Mapping[str, str], allowed: np.ndarray) 
     for k, kernel in enumerate(problem.kernels):
         device = placement[kernel]
         if device not in problem.devices:
-            raise PlanError(f"kernel {kernel!r} is placed on {device!r}, which is not in the cluster ({', '.join(problem.devices)})")
+            raise PlanError(
+                f"kernel {kernel!r} is placed on {device!r}, which is not in the cluster ({', '.join(problem.devices)})"
+            )
         if not allowed[k, problem.devices.index(device)]:
             raise InfeasibleError(f"kernel {kernel!r} is placed on {device!r}, where it is pinned away or cannot run")
         chosen.append(problem.devices.index(device))
@@ -178,10 +187,12 @@ def _does_not_fit(problem: Problem, evaluation: Evaluation | None) -> Infeasible
         # One item may be larger than any device even where the sum would fit.
         largest = max([nbytes for _, nbytes, _, _ in problem.residents], default=0)
         shortfall = max(total - room, largest - max(c - activations for c in capacity.values()), 0)
-        where = f"{format_bytes(shortfall)} are lacking" if shortfall else "no division of the weights satisfies every device and pin"
+        where = (
+            f"{format_bytes(shortfall)} are lacking" if shortfall else "no division of the weights satisfies every device and pin"
+        )
     return InfeasibleError(
-        f"the graph does not fit: weights and state {format_bytes(total)} plus {format_bytes(activations)} of activations on each "
-        f"device, against {', '.join(f'{d} {format_bytes(c)}' for d, c in capacity.items())}; {where}. Biggest: {items}. "
+        f"the graph does not fit: weights and state {format_bytes(total)} plus {format_bytes(activations)} of activations on "
+        f"each device, against {', '.join(f'{d} {format_bytes(c)}' for d, c in capacity.items())}; {where}. Biggest: {items}. "
         "Add a device, raise max_memory, lower inflight or remove pins"
     )
 
@@ -232,9 +243,7 @@ def _solve(
     return best, bound, status
 
 
-def _incumbent(
-    problem: Problem, allowed: np.ndarray, score: Callable[[Evaluation], float]
-) -> tuple[list[int] | None, float]:
+def _incumbent(problem: Problem, allowed: np.ndarray, score: Callable[[Evaluation], float]) -> tuple[list[int] | None, float]:
     """The best of the simple plans: one device, two devices split at one point of the order, each kernel where it is fastest."""
     count, devices = len(problem.kernels), len(problem.devices)
     fastest = np.where(allowed, problem.times, np.inf).argmin(axis=1)
@@ -324,9 +333,9 @@ def _path_bound(problem: Problem, allowed: np.ndarray, fastest: np.ndarray) -> f
     path.reverse()
     cost = np.where(allowed, problem.times, np.inf)
     reach = cost[path[0][0]].copy()
-    for k, f in path[1:]:
-        assert f is not None
-        flow = problem.flows[f]
+    for k, crossing in path[1:]:
+        assert crossing is not None
+        flow = problem.flows[crossing]
         reach = np.array([min(reach[u] + problem.move_us(flow, u, g) for u in range(devices)) for g in range(devices)]) + cost[k]
     return max(float(length.max()), float(reach.min()))
 
@@ -337,7 +346,7 @@ class _Model:
     def __init__(self, problem: Problem, allowed: np.ndarray) -> None:
         self.problem = problem
         self.allowed = allowed
-        self.kernels, self.devices = problem.times.shape
+        self.kernels, self.devices = len(problem.kernels), len(problem.devices)
         finite = problem.times[np.isfinite(problem.times) & (problem.times > 0)]
         self.unit = float(finite.mean()) if finite.size else 1.0
         self.rows: list[tuple[list[int], list[float], float, float]] = []
@@ -450,18 +459,13 @@ class _Model:
                     self._row([(start[k], 1.0), (free[g][k - 1], -1.0), (self._x(k, g), -big)], lower=-big)
         for flow in self.problem.flows:
             for reader in flow.readers:
-                self._arrive(flow.source, reader, start, took, lambda u, g, f=flow: self.problem.move_us(f, u, g), flow.unless)
+                self._arrive(flow.source, reader, start, took, flow.bytes, flow.unless)
             if flow.to_home and flow.source != HOME:
-                back = [
-                    (self._x(flow.source, u), -self.problem.move_us(flow, u, 0) / self.unit) for u in range(1, self.devices)
-                ]
+                back = [(self._x(flow.source, u), -self.problem.move_us(flow, u, 0) / self.unit) for u in range(1, self.devices)]
                 done = [(c, -w) for c, w in took[flow.source]]
                 self._row([(self.goal, 1.0), (start[flow.source], -1.0), *done, *back], lower=0.0)
         for before, after in self.problem.order_edges:
-            links, names = self.problem.cluster.links, self.problem.devices
-            self._arrive(
-                before, after, start, took, lambda u, g: 0.0 if u == g else links[names[u], names[g]].latency_us, None
-            )
+            self._arrive(before, after, start, took, 0, None)
 
     def _arrive(
         self,
@@ -469,12 +473,12 @@ class _Model:
         reader: int,
         start: list[int],
         took: list[list[tuple[int, float]]],
-        move_us: Callable[[int, int], float],
+        nbytes: int,
         unless: int | None,
     ) -> None:
         if source == HOME:
             for g in range(1, self.devices):
-                us = move_us(0, g) / self.unit
+                us = self._us(0, g, nbytes)
                 terms = [(start[reader], 1.0), (self._x(reader, g), -us)]
                 if unless is not None:
                     terms.append((self._x(unless, g), us))
@@ -485,8 +489,12 @@ class _Model:
         for u in range(self.devices):
             for g in range(self.devices):
                 if u != g:
-                    us = move_us(u, g) / self.unit
+                    us = self._us(u, g, nbytes)
                     self._row([*ready, (self._x(source, u), -us), (self._x(reader, g), -us)], lower=-us)
+
+    def _us(self, source: int, target: int, nbytes: int) -> float:
+        devices = self.problem.devices
+        return self.problem.cluster.us(devices[source], devices[target], nbytes) / self.unit
 
     def solve(self, time_limit: float, gap: float) -> tuple[list[int] | None, float | None, str]:
         """(placement or None, proven bound in µs or None, status)."""

@@ -1,4 +1,4 @@
-"""Placements that need no solver: the best one device, and two that exist so that anyone can test that every placement is correct."""
+"""Placements that need no solver: the best one device, and two so that anyone can test that every placement is correct."""
 
 from __future__ import annotations
 

@@ -94,7 +94,9 @@ def make_problem(ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, infligh
     names = tuple(k.name for k in graph.kernels)
     profile.check(names, cluster.names)
     index = {name: i for i, name in enumerate(names)}
-    times = np.array([[profile.us(k, d) for d in cluster.names] for k in names], dtype=float).reshape(len(names), len(cluster.names))
+    times = np.array([[profile.us(k, d) for d in cluster.names] for k in names], dtype=float).reshape(
+        len(names), len(cluster.names)
+    )
 
     final = {graph.values[v].storage: v for v in graph.mutated.values()}
     writer = {x: index[k.name] for k in graph.kernels for x in k.writes}
@@ -121,9 +123,7 @@ def make_problem(ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, infligh
         for v in graph.values.values()
         if graph.resident(v.name) and v.storage == v.name and v.device != "host"
     )
-    return Problem(
-        names, cluster.names, times, tuple(flows), order_edges, residents, _peak(graph), cluster, inflight, overlap
-    )
+    return Problem(names, cluster.names, times, tuple(flows), order_edges, residents, _peak(graph), cluster, inflight, overlap)
 
 
 def _peak(graph: KernelGraph) -> int:
@@ -189,8 +189,7 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         cut_values += 1
     for before, after in problem.order_edges:
         u, g = placement[before], placement[after]
-        latency = 0.0 if u == g else problem.cluster.links[problem.devices[u], problem.devices[g]].latency_us
-        arrivals[after].append((before, latency))
+        arrivals[after].append((before, problem.cluster.us(problem.devices[u], problem.devices[g], 0)))
 
     free_at = [0.0] * count
     finish = [0.0] * len(placement)
@@ -205,8 +204,6 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
     for _, nbytes, readers, state in problem.residents:
         for g in {placement[r] for r in readers} | ({0} if state else set()):
             memory[g] += nbytes
-    loads = {
-        d: Load(compute[g], transfer[g], sent[g], memory[g]) for g, d in enumerate(problem.devices)
-    }
+    loads = {d: Load(compute[g], transfer[g], sent[g], memory[g]) for g, d in enumerate(problem.devices)}
     work = [max(c, m) if problem.overlap else c + m for c, m in zip(compute, transfer, strict=True)]
     return Evaluation(max(work, default=0.0), makespan, loads, cut_values, sum(sent))

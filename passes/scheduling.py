@@ -6,7 +6,8 @@ So every kernel of a segment comes, in the lowered order, before every kernel of
 
 Each send stands before the next run of the lane that made its value, and its receive at the same point of a global order of
 runs and transfers, as late in it as that (or the need of the receiver) allows. A lane's list is the global order restricted to
-that lane; since executing it in that order is possible, no in-order execution can deadlock. Storage is freed after the last instruction of the lane that uses it.
+that lane; since executing it in that order is possible, no in-order execution can deadlock. Storage is freed after the last
+instruction of the lane that uses it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -43,8 +43,8 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
     """Plain Inductor on a dynamo graph: what ``torch.compile`` does by default, training included."""
     from torch._inductor.compile_fx import compile_fx
 
-    result: Callable[..., Any] = compile_fx(gm, list(example_inputs))
-    return result
+    result: Any = compile_fx(gm, list(example_inputs))
+    return result  # type: ignore[no-any-return]
 
 
 def static_input_indices() -> tuple[int, ...]:
@@ -125,7 +125,9 @@ def inductor_compile_segment(gm: fx.GraphModule, fake_inputs: Sequence[Any], thr
     with (
         fresh_tracing(fake_mode),
         config.patch({"cpp.threads": -1 if threads is None else threads}),
-        torch.compiler.config.patch(cache_key_tag=torch.compiler.config.cache_key_tag + "tessera"),
+        torch.compiler.config.patch(  # type: ignore[attr-defined]
+            cache_key_tag=torch.compiler.config.cache_key_tag + "tessera"
+        ),
     ):
         result: Callable[[list[Any]], Any] = compile_fx_inner(
             gm, list(fake_inputs), is_inference=True, cudagraphs=BoxedBool(False)
@@ -207,7 +209,7 @@ def compile_of(compiled: Any) -> Any:
         cells = getattr(function, "__closure__", None) or ()
         contexts = [c.cell_contents for c in cells if hasattr(c.cell_contents, "callback")]
     for context in contexts:
-        found = innermost_backend(context.callback)
+        found = innermost_backend(cast("Any", context.callback))
         if isinstance(found, torch._TorchCompileWrapper):
             return found
     return None
@@ -235,7 +237,7 @@ def empty_like_fake(value: Any, symbols: dict[Any, int]) -> Any:
 
 def random_prims() -> tuple[Any, Any, Any]:
     """Inductor's operators for drawing seeds, and for ``rand``/``randn`` and ``randint`` from a given seed."""
-    import torch._inductor.inductor_prims  # noqa: F401  (registers them)
+    import torch._inductor.inductor_prims
 
     prims = torch.ops.prims
     return prims.inductor_seeds.default, prims.inductor_random.default, prims.inductor_randint.default

@@ -40,7 +40,9 @@ def verify(program: Program, ddg: nx.DiGraph, plan: Plan) -> None:
 
 def _check_shape(program: Program, graph: KernelGraph, plan: Plan) -> None:
     if tuple(lane.device for lane in program.lanes) != plan.devices:
-        raise ProgramError(f"the program's lanes are {[x.device for x in program.lanes]}, the plan's devices {list(plan.devices)}")
+        raise ProgramError(
+            f"the program's lanes are {[x.device for x in program.lanes]}, the plan's devices {list(plan.devices)}"
+        )
     runs: dict[str, int] = {}
     segments: set[str] = set()
     known = set(graph.values)
@@ -68,9 +70,8 @@ def _check_shape(program: Program, graph: KernelGraph, plan: Plan) -> None:
             for value in instruction.values:
                 if value not in known:
                     raise ProgramError(f"{where}: no value {value!r}")
-    for kernel in graph.kernels:
-        if kernel.name not in runs:
-            raise ProgramError(f"kernel {kernel.name} never runs")
+    for missing in [k.name for k in graph.kernels if k.name not in runs]:
+        raise ProgramError(f"kernel {missing} never runs")
 
 
 class _Machine:

@@ -112,7 +112,9 @@ class CpuLaneExecutor:
         results = iter(self._finish.call([lookup(home, name) for name in self._finish.inputs]))
         with self._count_lock:
             self.runs += 1
-        return [literal if name is None else next(results) for name, literal in zip(self.graph.outputs, self._literals, strict=True)]
+        return [
+            literal if name is None else next(results) for name, literal in zip(self.graph.outputs, self._literals, strict=True)
+        ]
 
     def _on_lanes(self, envs: list[dict[str, Any]], request: _Request) -> None:
         inference = torch.is_inference_mode_enabled()

@@ -24,7 +24,9 @@ def inductor_seeds(count: int, device: torch.device) -> torch.Tensor:
     return torch.randint(limits.min, limits.max, [count], device=device)
 
 
-def inductor_random(size: Sequence[int], seed: torch.Tensor, mode: str, *, align_dtype: torch.dtype | None = None) -> torch.Tensor:
+def inductor_random(
+    size: Sequence[int], seed: torch.Tensor, mode: str, *, align_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """float32 numbers of shape ``size``: uniform in [0, 1) for mode "rand", standard normal for "randn"."""
     first, second = _words(seed, math.prod(size))
     if mode == "rand":

@@ -86,7 +86,9 @@ def _time_on_lane(graph: KernelGraph, kernel: Kernel, codegen: Codegen, device: 
         return result
     if not isinstance(result, Exception):
         raise result
-    warnings.warn(f"kernel {kernel.name} cannot be timed on invented data ({result}); its time is modelled", TesseraWarning, stacklevel=2)
+    warnings.warn(
+        f"kernel {kernel.name} cannot be timed on invented data ({result}); its time is modelled", TesseraWarning, stacklevel=2
+    )
     return modelled
 
 

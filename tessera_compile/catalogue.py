@@ -35,7 +35,9 @@ def make_cluster(description: str | Cluster | None = None) -> Cluster:
 
 def _this_machine(name: str, sms: int | None) -> Device:
     if name != "cpu":
-        raise ClusterError(f"{name!r}: this version executes on CPU lanes only; name a GPU type such as 'a100-80gb' to plan for one")
+        raise ClusterError(
+            f"{name!r}: this version executes on CPU lanes only; name a GPU type such as 'a100-80gb' to plan for one"
+        )
     if sms is not None:
         raise ClusterError(f"cpu/{sms}sm: only a GPU can be sliced")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,8 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="plan a Llama for two unlike GPUs, run it on CPU lanes, compare with eager")
     demo.add_argument("--cluster", default="a100-80gb,l40s@200Gbps+10us", help="devices to plan for (default: %(default)s)")
-    demo.add_argument("--out", type=Path, default=Path("tessera-report"), help="directory for the report files (default: %(default)s)")
-    demo.add_argument("--codegen", choices=("inductor", "eager"), default="inductor", help="how segments run (default: %(default)s)")
+    demo.add_argument(
+        "--out", type=Path, default=Path("tessera-report"), help="directory for the report files (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--codegen", choices=("inductor", "eager"), default="inductor", help="how segments run (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     try:
         from rich.console import Console

@@ -24,7 +24,7 @@ from .passes import depend, lower, partition, schedule, torch_compat, verify
 from .passes.cluster import Cluster
 from .passes.errors import FallbackError, LoweringError, TesseraWarning
 from .passes.ir import KernelGraph, Plan, Profile
-from .passes.partitioning import pinned
+from .passes.partitioning import matching, pinned
 from .passes.placements import place
 from .progress import progress
 from .reports import GraphReport, Report
@@ -65,7 +65,12 @@ class Backend:
         return f"tessera_compile.backend({self.options})"
 
     def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
     ) -> Callable[..., Any]:
         if options or mode:
             raise TypeError("this backend object has its options already; give them to tessera_compile.backend(…)")
@@ -96,7 +101,9 @@ def report(compiled: Any) -> Report:
     """
     call = torch_compat.compile_of(compiled)
     if call is None:
-        raise TypeError(f"{type(compiled).__name__} was not made by torch.compile; pass what torch.compile(…, backend='tessera') returned")
+        raise TypeError(
+            f"{type(compiled).__name__} was not made by torch.compile; pass what torch.compile(…, backend='tessera') returned"
+        )
     graphs = _graphs_of(call)
     if not graphs:
         raise RuntimeError("nothing was compiled yet: call the compiled model once, under torch.no_grad()")
@@ -109,9 +116,7 @@ def executors(compiled: Any) -> list[CpuLaneExecutor]:
 
 
 def _report_of(graphs: Sequence[CompiledGraph | str]) -> Report:
-    return Report(
-        tuple(g.report for g in graphs if isinstance(g, CompiledGraph)), tuple(g for g in graphs if isinstance(g, str))
-    )
+    return Report(tuple(g.report for g in graphs if isinstance(g, CompiledGraph)), tuple(g for g in graphs if isinstance(g, str)))
 
 
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | None = None) -> Callable[..., Report]:
@@ -146,7 +151,12 @@ class _Explaining(Backend):
         return id(self)
 
     def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
     ) -> Callable[..., Any]:
         return _compile(gm, example_inputs, self.options, self.graphs, untouched=True)
 
@@ -279,13 +289,20 @@ def compile_graph(
             executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
         else:
             executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, progress=progress)
-    return CompiledGraph(GraphReport(number, kernels, ddg, times, plan, program, seconds, tuple(codegen.fallbacks.values())), executor)
+    return CompiledGraph(
+        GraphReport(number, kernels, ddg, times, plan, program, seconds, tuple(codegen.fallbacks.values())), executor
+    )
 
 
 def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options) -> Plan:
     """The plan that ``options.planner`` and ``options.policy`` ask for."""
     placement: dict[str, str] | None = None
-    pins = dict(options.pins)
+    pins = {}
+    for pattern, device in options.pins:
+        if matching(kernels, pattern):
+            pins[pattern] = device
+        else:  # A model has several graphs, and a pin need not be about this one.
+            log.info("pin %r matches nothing in this graph", pattern)
     if options.planner.endswith(".json"):
         placement = dict(Plan.load(options.planner).placement)
     elif options.planner != "milp":

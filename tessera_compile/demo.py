@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,7 +14,7 @@ from .catalogue import make_cluster
 from .compiler import executors
 from .compiler import report as report_of
 from .passes.cluster import Cluster
-from .passes.ir import Plan, format_bytes
+from .passes.ir import Plan, Run, format_bytes
 from .reports import GraphReport
 
 #: Largest relative difference from eager that still counts as rounding, by the norm of the outputs.
@@ -36,7 +37,7 @@ def demo(cluster_text: str, directory: Path, codegen: str, console: Console) -> 
         expected = model(ids, use_cache=False).logits
         for policy in ("throughput", "latency"):
             torch._dynamo.reset()
-            options = {"cluster": cluster_text, "policy": policy, "codegen": codegen}
+            options: dict[str, Any] = {"cluster": cluster_text, "policy": policy, "codegen": codegen}
             compiled = torch.compile(model, backend="tessera", options=options)
             started = time.perf_counter()
             actual = compiled(ids, use_cache=False).logits
@@ -48,10 +49,11 @@ def demo(cluster_text: str, directory: Path, codegen: str, console: Console) -> 
             console.print(_comparison(graph.plan))
             error = float((actual - expected).norm() / expected.norm())
             runs = executors(compiled)[0].runs
+            segments = sum(isinstance(instruction, Run) for _, _, instruction in graph.program)
             console.print(
-                f"{policy}: {len(graph.kernels.kernels)} kernels, {sum(1 for _, _, i in graph.program if i.to_text().startswith('run'))} "
-                f"segments; planned and compiled in {first:.1f} s; ran {runs}× on {len(cluster.devices)} CPU lanes standing for the "
-                f"GPUs; relative difference from eager {error:.1e}",
+                f"{policy}: {len(graph.kernels.kernels)} kernels in {segments} segments, planned and compiled in {first:.1f} s; "
+                f"ran {runs}× on {len(cluster.devices)} CPU lanes standing for the GPUs; "
+                f"relative difference from eager {error:.1e}",
                 highlight=False,
             )
             _write(directory, policy, report.to_text(), report.to_json(), graph.program.to_text())
@@ -68,16 +70,25 @@ def _llama() -> tuple[torch.nn.Module, torch.Tensor]:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         max_position_embeddings=256,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval(), torch.randint(0, 1024, (1, 256))
 
 
 def _kernels(graph: GraphReport, cluster: Cluster) -> Table:
     """Kernels summed by module kind, so that a person sees at a glance what runs where."""
     table = Table(title="Where kernels run (throughput plan)", title_justify="left")
-    for column, justify in (("operator", "left"), *((d, "right") for d in cluster.names), *((f"{d} µs", "right") for d in cluster.names)):
+    for column, justify in (
+        ("operator", "left"),
+        *((d, "right") for d in cluster.names),
+        *((f"{d} µs", "right") for d in cluster.names),
+    ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     rows: dict[str, list[list[float]]] = {}
     for kernel in graph.kernels.kernels:

@@ -68,7 +68,8 @@ class Options:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
                 raise OptionsError(
-                    f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(sorted(known))}")
+                    f"unknown option {name!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(sorted(known))}")
                 )
         for name in ("pins", "max_memory"):
             if name in values:
@@ -135,7 +136,9 @@ def parse_bytes(device: str, text: object) -> int:
         return text
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise OptionsError(f"max_memory for {device!r} is {text!r}; it takes a number of bytes or text such as '20GiB' or '1.5GB'")
+        raise OptionsError(
+            f"max_memory for {device!r} is {text!r}; it takes a number of bytes or text such as '20GiB' or '1.5GB'"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 

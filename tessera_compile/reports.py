@@ -52,13 +52,20 @@ class GraphReport:
             us = [self.profile.us(kernel.name, d) for d in self.plan.devices]
             cells = ["-" if u == float("inf") else f"{u:.1f}" for u in us]
             module = kernel.module or "-"
-            rows.append([module if module != previous else "", kernel.name, kernel.kind, self.plan.placement[kernel.name], *cells])
+            rows.append(
+                [module if module != previous else "", kernel.name, kernel.kind, self.plan.placement[kernel.name], *cells]
+            )
             previous = module
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         left = 4
 
         def line(cells: list[str]) -> str:
-            return "  " + "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
+            return (
+                "  "
+                + "  ".join(
+                    c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+                ).rstrip()
+            )
 
         return "\n".join([line(header), *map(line, rows)])
 
@@ -130,4 +137,3 @@ class Report:
                 )
             )
         return cls(tuple(graphs), tuple(data["fallbacks"]))
-

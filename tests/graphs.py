@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import networkx as nx
-from torch.fx.experimental.proxy_tensor import make_fx
-
 from tessera_compile.passes import depend, lower
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.ir import Kernel, KernelGraph, Value
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def lowered(function: Callable[..., Any], args: Sequence[Any], static: Sequence[int] = ()) -> KernelGraph:
@@ -70,7 +69,21 @@ def synthetic(
             made.append(f"c{i}")
             written = (f"s{i}",)
         kernels.append(
-            Kernel(f"k{i}", (f"n{i}",), tuple(inputs), tuple(made), written, "pointwise", 1, 1, 1, f"layer{i}", "", f"f{i}", i in effects)
+            Kernel(
+                f"k{i}",
+                (f"n{i}",),
+                tuple(inputs),
+                tuple(made),
+                written,
+                "pointwise",
+                1,
+                1,
+                1,
+                f"layer{i}",
+                "",
+                f"f{i}",
+                i in effects,
+            )
         )
     state = [f"s{i}" for i in writes_state]
     graph = KernelGraph(

@@ -52,7 +52,9 @@ def resnet50() -> Example:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     # The depths and bottlenecks of ResNet-50, narrow enough for a test.
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32, 64, 128], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10)
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[16, 32, 64, 128], depths=[3, 4, 6, 3], layer_type="bottleneck", num_labels=10
+    )
     image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
     return Example(ResNetForImageClassification(config).eval(), {"pixel_values": image})
 

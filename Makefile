@@ -1,0 +1,29 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(VENV)/.installed  ## Plan a Llama for two unlike GPUs, run it on CPU lanes, check it against eager.
+	$(BIN)/tessera demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+# mypy wants packages nested as they are imported; the folders are mapped, so it gets a tree of links.
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed/tessera_compile
+	ln -s $(CURDIR)/tessera_compile/* build/typed/tessera_compile/
+	ln -s $(CURDIR)/passes $(CURDIR)/runtime build/typed/tessera_compile/
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tessera_compile
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)
