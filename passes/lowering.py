@@ -2,7 +2,8 @@
 
 Rules, in order:
 
-1. Inductor's joint graph passes run once over a copy of the graph, so random operators read explicit seed tensors.
+1. A copy of the graph is decomposed if it is not yet, and Inductor's joint graph passes run once over it, so that random
+   operators read explicit seed tensors.
 2. *Free* nodes (views, factories, arithmetic on sizes) are cloned into every consumer and belong to no kernel.
 3. Matrix products, convolutions, attention and whatever else Inductor would call out for are kernels alone.
 4. Pointwise operators, reductions, cat and index join the kernel of their latest producer; of an earlier producer when
@@ -148,6 +149,8 @@ def _prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModul
             value = node.meta.get("val", _attribute(gm, str(node.target)))
             real = isinstance(value, torch.Tensor) and torch_compat.fake_mode_of([value]) is None
             node.meta["val"] = mode.from_tensor(value) if real else value
+    if torch_compat.needs_decomposing(gm):
+        gm = torch_compat.decompose(gm, [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"], mode)
     gm = torch_compat.joint_graph_passes(gm, mode)
     if any(n.op == "call_function" and "val" not in n.meta for n in gm.graph.nodes):
         torch_compat.fake_propagate(gm, [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"], mode)
@@ -230,9 +233,11 @@ class _Grouping:
                 continue
             found = self.sources[node] = sources(node)
             for source in found:
-                if source in overwritten and source is not node.args[0]:
+                changed = source if source.target is torch.ops.aten.copy_.default else overwritten.get(source)
+                if changed is not None and not (source is node.args[0] and node.target is torch.ops.aten.copy_.default):
                     raise LoweringError(
-                        f"node {node.name!r} reads {source.name!r} after {overwritten[source].name!r} overwrote it"
+                        f"node {node.name!r} reads {changed.args[0]} after {changed.name!r} overwrote it; functionalize the graph, "
+                        "so that copies into its inputs come last"
                     )
                 readers.setdefault(source, []).append(node)
             if node.target is torch.ops.aten.copy_.default:

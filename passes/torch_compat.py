@@ -88,6 +88,31 @@ def fake_propagate(gm: fx.GraphModule, example_inputs: Sequence[Any], fake_mode:
     FakeTensorProp(gm, mode=fake_mode).propagate(*example_inputs)
 
 
+def needs_decomposing(gm: fx.GraphModule) -> bool:
+    """Whether the graph calls operators that Inductor only takes in decomposed form (AOTAutograd has done it already)."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings
+
+    table = select_decomp_table()
+    return any(n.op == "call_function" and n.target in table and n.target not in lowerings for n in gm.graph.nodes)
+
+
+def decompose(gm: fx.GraphModule, fake_inputs: Sequence[Any], fake_mode: Any) -> fx.GraphModule:
+    """``gm`` traced again through Inductor's decompositions; nodes keep their module path and source line."""
+    import torch._inductor.lowering  # noqa: F401  (decompositions use it without importing it)
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with fake_mode, fx.traceback.preserve_node_meta():
+        result: fx.GraphModule = make_fx(fx.Interpreter(gm).run, select_decomp_table())(*fake_inputs)
+    placeholders = ([n for n in g.graph.nodes if n.op == "placeholder"] for g in (gm, result))
+    for old, new in zip(*placeholders, strict=True):
+        new.target = old.target
+        new._rename(old.name)
+    result.recompile()
+    return result
+
+
 def joint_graph_passes(gm: fx.GraphModule, fake_mode: Any) -> fx.GraphModule:
     """Inductor's device-independent passes over the whole graph; random operators get explicit seed tensors. In place."""
     from torch._inductor.compile_fx import _recursive_joint_graph_passes

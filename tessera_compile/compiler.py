@@ -106,7 +106,10 @@ def report(compiled: Any) -> Report:
         )
     graphs = _graphs_of(call)
     if not graphs:
-        raise RuntimeError("nothing was compiled yet: call the compiled model once, under torch.no_grad()")
+        raise RuntimeError(
+            "nothing was compiled for this torch.compile call yet: call the model once, under torch.no_grad(). If an equal call "
+            "compiled the same code before, dynamo reuses that: ask for the report of the earlier one, or torch.compiler.reset()"
+        )
     return _report_of(graphs)
 
 
@@ -301,8 +304,13 @@ def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cl
     for pattern, device in options.pins:
         if matching(kernels, pattern):
             pins[pattern] = device
-        else:  # A model has several graphs, and a pin need not be about this one.
-            log.info("pin %r matches nothing in this graph", pattern)
+            continue
+        # Not an error: a model may have several graphs, and the pin may be about another one.
+        modules = ", ".join(sorted({k.module for k in kernels.kernels if k.module})[:12]) or "none"
+        message = f"pin {pattern!r} matches no kernel and no module of this graph; modules here: {modules}"
+        if options.strict:
+            raise FallbackError(message)
+        warnings.warn(message, TesseraWarning, stacklevel=2)
     if options.planner.endswith(".json"):
         placement = dict(Plan.load(options.planner).placement)
     elif options.planner != "milp":

@@ -36,7 +36,7 @@ def demo(cluster_text: str, directory: Path, codegen: str, console: Console) -> 
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         for policy in ("throughput", "latency"):
-            torch._dynamo.reset()
+            torch.compiler.reset()
             options: dict[str, Any] = {"cluster": cluster_text, "policy": policy, "codegen": codegen}
             compiled = torch.compile(model, backend="tessera", options=options)
             started = time.perf_counter()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import numpy as np
 import pytest
-
 from tessera_compile.passes import depend, partition
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
 from tessera_compile.passes.ir import Profile
+
 from tests.graphs import cpus, synthetic
 
 # Links of cpus(): 1 GB/s + 1 µs, so that 1000 bytes take 2 µs.
@@ -53,7 +53,7 @@ def test_chain_whose_halves_suit_different_devices(overlap, bottleneck):
         assert (load.compute_us, load.transfer_us, load.sent_bytes) == (10, 4, 1000)
     assert (result.cut_values, result.cut_bytes) == (2, 2000)
     assert (result.status, result.gap, result.home) == ("optimal", 0.0, "d0")
-    assert result.baselines == {"d0": 110, "d1": 110}
+    assert result.baselines == {"d0": 110, "d1": 110 if overlap else 110 + 4}
 
 
 def test_latency_splits_where_throughput_would_too():
@@ -83,7 +83,7 @@ def test_latency_runs_branches_side_by_side():
     # k0 feeds two branches of 10 µs; k3 joins them. One branch away: 1 + 2 + 10 + 2 + 1.
     result = plan(synthetic([(0, 1), (0, 2), (1, 3), (2, 3)], 4), [[1, 1], [10, 10], [10, 10], [1, 1]], objective="latency")
     assert result.makespan_us == 16
-    assert on(result) in ([0, 1, 0, 0], [0, 0, 1, 0])
+    assert on(result)[1] != on(result)[2]
 
 
 def test_kernels_of_one_device_run_in_the_lowered_order():
@@ -199,8 +199,8 @@ def test_pins(pins, expected):
         ["model.layers.0.attn", "model.layers.1", "model.layers.1.mlp", "model.layers.10"],
     )
     for objective in ("throughput", "latency"):
-        # Transfers are dear and device 1 slow: only a pin brings a kernel there.
-        result = plan(ddg, [[1, 1000]] * 4, cpus(2, latency_us=5000), pins=pins, objective=objective)
+        # Device 1 is slow and transfers are cheap: only a pin brings a kernel there.
+        result = plan(ddg, [[1, 1000]] * 4, pins=pins, objective=objective)
         assert on(result) == expected
         assert result.status == "optimal"
 
@@ -251,7 +251,7 @@ def test_without_time_but_with_memory_that_no_simple_plan_satisfies(objective):
     # Weights a (k0, k2) and b (k1, k3) fit into no device together.
     ddg = synthetic([(0, 1), (1, 2), (2, 3)], 4, weights={"a": (5000, [0, 2]), "b": (5000, [1, 3])})
     result = plan(ddg, [[1, 1]] * 4, cpus(2, memory=8000), objective=objective, time_limit=0)
-    assert on(result) == [0, 1, 0, 1]
+    assert on(result) in ([0, 1, 0, 1], [1, 0, 1, 0])
     assert result.loads["d0"].memory_bytes == 8000
 
 
@@ -267,7 +267,7 @@ def test_plans_of_large_graphs_are_never_worse_than_the_simple_ones():
 def test_a_given_placement_is_evaluated_and_named():
     result = plan(synthetic([(0, 1)], 2), [[3, 4], [5, 6]], placement={"k0": "d1", "k1": "d1"}, planner="mine")
     assert (result.planner, result.status, result.bottleneck_us) == ("mine", "given", 10)
-    assert result.bound_us <= 4.5  # Nothing is proven beyond what every plan must pay.
+    assert result.bound_us == 5  # Nothing is proven but what every plan must pay: k1 where it is fastest.
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_pin_that_matches_nothing(pattern):
 
 
 def test_pin_to_a_device_that_cannot_run_the_kernel():
-    with pytest.raises(InfeasibleError, match="k1.*d0"):
+    with pytest.raises(InfeasibleError, match=r"k1.*d0"):
         plan(synthetic([(0, 1)], 2), [[1, 1], [None, 1]], pins={"layer1": "d0"})
 
 
@@ -413,11 +413,36 @@ def test_the_only_plan_that_fits_is_found_for_latency():
 @pytest.mark.parametrize("latency_us", [1e3, 1e6, 1e7])
 @pytest.mark.parametrize("objective", ["throughput", "latency"])
 def test_slow_links_where_no_simple_plan_fits(objective, latency_us):
-    # As above, a (k0, k2) and b (k1, k3) apart: 0, 1, 0, 1 on any link, however slow: three hops and the way home.
+    # As above, a (k0, k2) and b (k1, k3) apart: three hops and the way home, or from home, on any link, however slow.
     ddg = synthetic([(0, 1), (1, 2), (2, 3)], 4, weights={"a": (5000, [0, 2]), "b": (5000, [1, 3])})
     result = plan(ddg, [[1, 1]] * 4, cpus(2, memory=8000, latency_us=latency_us), objective=objective)
-    assert on(result) == [0, 1, 0, 1]
+    assert on(result) in ([0, 1, 0, 1], [1, 0, 1, 0])
     assert result.makespan_us == pytest.approx(4 + 4 * (latency_us + 1))
+
+
+def test_latency_plan_that_the_solver_fails_on_when_its_horizon_is_tight():
+    # With the best simple plan (33.95 µs) as the horizon, HiGHS ends with a solve error; with twice that it finds 26.03.
+    ddg = synthetic(
+        [(0, 4), (1, 4), (2, 5), (3, 5), (4, 5), (1, 6), (4, 6)], 7, nbytes=[0, 5000, 0, 100, 0, 1000, 1000], reads_input=()
+    )
+    cluster = Cluster(cpus(2).devices, {("d0", "d1"): Link(0.1, 3), ("d1", "d0"): Link(5, 1)})
+    rows = [[11.52, 3.76], [0.67, 2.53], [10.09, 14.95], [11.85, 7.08], [9.46, 6.7], [8.36, 4.76], [3.35, 3.01]]
+    best = [1, 1, 0, 1, 1, 1, 0]
+    given = plan(ddg, rows, cluster, objective="latency", placement={f"k{i}": f"d{g}" for i, g in enumerate(best)})
+    # k0, k1, k3, k4 and k5 take 24.83 µs on d1; v5 is home 1.2 µs later; k2 on d0 is in time, and so is k6.
+    assert given.value_us == pytest.approx(26.03)
+    result = plan(ddg, rows, cluster, objective="latency")
+    assert on(result) == best
+    assert result.status == "optimal"
+
+
+def test_a_solver_that_ends_by_itself_is_not_called_out_of_time():
+    # The bound is within HiGHS's own tolerance of 36 but not within the gap asked for; it ends in milliseconds.
+    ddg = synthetic([(0, 2), (1, 2), (2, 3)], 4)
+    cluster = Cluster(cpus(2).devices, {("d0", "d1"): Link(1, 3), ("d1", "d0"): Link(1, 10)})
+    result = plan(ddg, [[16, 4], [5, 19], [13, 9], [20, 7]], cluster, objective="latency")
+    assert result.value_us == 36
+    assert result.status != "time limit"
 
 
 # --- every placement, enumerated ------------------------------------------------------------------------------------
@@ -643,7 +668,8 @@ def check(case):
     return result
 
 
-@pytest.mark.parametrize("seed", range(160))
+# Beyond the first 160: graphs for which HiGHS calls the model infeasible, or fails, though a simple plan fits.
+@pytest.mark.parametrize("seed", [*range(160), 11016, 11701, 12893])
 def test_best_of_all_placements(seed):
     check(random_case(seed))
 
