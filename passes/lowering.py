@@ -236,8 +236,8 @@ class _Grouping:
                 changed = source if source.target is torch.ops.aten.copy_.default else overwritten.get(source)
                 if changed is not None and not (source is node.args[0] and node.target is torch.ops.aten.copy_.default):
                     raise LoweringError(
-                        f"node {node.name!r} reads {changed.args[0]} after {changed.name!r} overwrote it; functionalize the graph, "
-                        "so that copies into its inputs come last"
+                        f"node {node.name!r} reads {changed.args[0]} after {changed.name!r} overwrote it; functionalize the "
+                        "graph, so that copies into its inputs come last"
                     )
                 readers.setdefault(source, []).append(node)
             if node.target is torch.ops.aten.copy_.default:

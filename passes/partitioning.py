@@ -237,7 +237,7 @@ def _solve(
     if best is None:
         raise PlanError(f"no plan found within {time_limit} s; raise time_limit")
     if status != "optimal":
-        best, best_value = _improve(problem, allowed, score, best, best_value, min(2.0, max(0.0, time_limit)))
+        best, best_value = _improve(problem, allowed, score, best, best_value, min(1.0, max(0.0, time_limit)))
         if best_value - bound <= gap * best_value + 1e-9:
             status = "optimal"
     return best, bound, status
@@ -248,7 +248,8 @@ def _incumbent(problem: Problem, allowed: np.ndarray, score: Callable[[Evaluatio
     count, devices = len(problem.kernels), len(problem.devices)
     fastest = np.where(allowed, problem.times, np.inf).argmin(axis=1)
     candidates = [[g] * count for g in range(devices)] + [list(map(int, fastest))]
-    step = max(1, count // 64)
+    # A few hundred plans at most: with many devices fewer cuts for each pair.
+    step = max(1, count // max(2, 256 // max(1, devices * (devices - 1))))
     for a in range(devices):
         for b in range(devices):
             if a != b:

@@ -21,9 +21,10 @@ class LanePool:
         threads: intra-operator threads of each lane.
     """
 
-    def __init__(self, count: int, threads: int) -> None:
+    def __init__(self, count: int, threads: int, depth: int = 0) -> None:
         self.count = count
         self.threads = threads
+        self._depth = depth
         self._queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count)]
         self._lock = threading.Lock()
         default = _in_fresh_thread(torch.get_num_threads)
@@ -51,6 +52,7 @@ class LanePool:
             q.put(None)
 
     def _work(self, jobs: queue.SimpleQueue[Job | None], ready: threading.Barrier) -> None:
+        _here.depth = self._depth + 1
         torch.get_num_threads()  # Initialises this thread; torch would otherwise overwrite the setting at its first operator.
         torch.set_num_threads(self.threads)
         ready.wait()
@@ -59,16 +61,22 @@ class LanePool:
             del job  # A waiting lane must not keep the last request's tensors alive.
 
 
-_pools: dict[tuple[int, int, int], LanePool] = {}
+_here = threading.local()
+_pools: dict[tuple[int, ...], LanePool] = {}
 _pools_lock = threading.Lock()
 
 
 def shared_pool(count: int, threads: int) -> LanePool:
-    """The pool of this process for ``count`` lanes; a forked child gets its own, since threads don't survive a fork."""
-    key = (os.getpid(), count, threads)
+    """The pool of this process for ``count`` lanes.
+
+    A forked child gets its own, since threads don't survive a fork; so does a call made from within a lane (by an operator that
+    itself calls a compiled function), since that lane is busy until the call returns.
+    """
+    depth = getattr(_here, "depth", 0)
+    key = (os.getpid(), depth, count, threads)
     with _pools_lock:
         if key not in _pools:
-            _pools[key] = LanePool(count, threads)
+            _pools[key] = LanePool(count, threads, depth)
         return _pools[key]
 
 

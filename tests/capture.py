@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from tessera_compile.passes import lower, torch_compat
 from tessera_compile.passes.ir import KernelGraph
 from tessera_compile.runtime.replicas import watch_call

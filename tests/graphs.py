@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import networkx as nx
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from tessera_compile.passes import depend, lower
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.ir import Kernel, KernelGraph, Value
-from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def lowered(function: Callable[..., Any], args: Sequence[Any], static: Sequence[int] = ()) -> KernelGraph:

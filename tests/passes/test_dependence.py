@@ -2,8 +2,8 @@
 
 import networkx as nx
 import torch
-from tessera_compile.passes import depend
 
+from tessera_compile.passes import depend
 from tests.graphs import lowered, synthetic
 
 T, U = torch.ones(4, 4), torch.zeros(4, 4)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import numpy as np
 import pytest
+
 from tessera_compile.passes import depend, partition
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
 from tessera_compile.passes.ir import Profile
-
 from tests.graphs import cpus, synthetic
 
 # Links of cpus(): 1 GB/s + 1 µs, so that 1000 bytes take 2 µs.

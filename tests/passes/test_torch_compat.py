@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tessera_compile.passes import torch_compat
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from tessera_compile.passes import torch_compat
 
 
 def traced(function, *args, **how):

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from tessera_compile.passes import verify
-from tessera_compile.passes.errors import FallbackError, InfeasibleError, OptionsError, PlanError, TesseraWarning
 from torch._dynamo.exc import BackendCompilerFailed
 
 import tessera_compile
 from tessera_compile import Plan, Report
 from tessera_compile.compiler import executors
+from tessera_compile.passes import verify
+from tessera_compile.passes.errors import FallbackError, InfeasibleError, OptionsError, PlanError, TesseraWarning
 
 QUICK = {"codegen": "eager", "profile": "model"}
 

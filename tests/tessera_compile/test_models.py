@@ -7,6 +7,8 @@ full segments.
 
 import pytest
 import torch
+
+from tessera_compile import make_cluster
 from tessera_compile.passes import depend, partition, schedule, verify
 from tessera_compile.passes.extraction import extract
 from tessera_compile.passes.lowering import is_free
@@ -14,8 +16,6 @@ from tessera_compile.passes.placements import place
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.cpu_lanes import CpuLaneExecutor
 from tessera_compile.runtime.roofline import model_profile
-
-from tessera_compile import make_cluster
 from tests.capture import Capture, assert_same
 from tests.models import MODELS
 
