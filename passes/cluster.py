@@ -33,7 +33,7 @@ class Device:
     """Something that runs kernels: a CPU lane, or a GPU known by its data sheet alone.
 
     ``memory`` is bytes free for a model; ``tflops`` dense bf16 TFLOP/s; ``gb_per_s`` memory bandwidth in 1e9 bytes/s;
-    ``price`` dollars an hour. Zero means unknown.
+    ``sms`` multiprocessors and ``boost_ghz`` their clock; ``price`` dollars an hour. Zero means unknown.
     """
 
     name: str
@@ -43,6 +43,8 @@ class Device:
     tflops: float = 0.0
     gb_per_s: float = 0.0
     l2_bytes: int = 0
+    sms: int = 0
+    boost_ghz: float = 0.0
     price: float = 0.0
 
 
@@ -175,6 +177,101 @@ def parse_cluster(
     return Cluster(tuple(devices), links)
 
 
+_DEVICE_KEYS = {"name", "type", "count", "memory_gib", "bf16_tflops", "memory_gb_per_s", "l2_mb", "sms", "boost_ghz",
+                "dollars_per_hour"}  # fmt: skip
+_LINK_KEYS = {"from", "to", "gb_per_s", "gbps", "latency_us", "both_ways"}
+
+
+def cluster_from_table(
+    table: Mapping[str, Any],
+    catalogue: Mapping[str, Mapping[str, Any]],
+    resolve: Callable[[str, int | None], Device] | None = None,
+) -> Cluster:
+    """A cluster from what a TOML file holds::
+
+        [[device]]
+        type = "a100-80gb"        # of the catalogue; or give bf16_tflops, memory_gb_per_s and memory_gib yourself
+        count = 2                 # named a100-80gb#0 and a100-80gb#1; `name` chooses another stem
+        memory_gib = 70           # any figure of the catalogue can be overridden
+
+        [link]                    # for every pair without one of its own
+        gbps = 200                # or gb_per_s = 25
+        latency_us = 10
+
+        [[links]]
+        from = "a100-80gb#0"
+        to = "a100-80gb#1"
+        gb_per_s = 300
+        both_ways = true          # the default
+
+    Raises:
+        ClusterError: names the key or the pair of devices at fault, and the nearest key that exists.
+    """
+    _check_keys(table, {"device", "link", "links"}, "the cluster file")
+    if not table.get("device"):
+        raise ClusterError("the cluster file has no [[device]]")
+    devices: list[Device] = []
+    for entry in table["device"]:
+        _check_keys(entry, _DEVICE_KEYS, "[[device]]")
+        devices += _devices_of(entry, catalogue, resolve)
+    names = {d.name for d in devices}
+    links: dict[tuple[str, str], Link] = {}
+    if "link" in table:
+        _check_keys(table["link"], _LINK_KEYS - {"from", "to", "both_ways"}, "[link]")
+        default = _link_of(table["link"], "[link]")
+        links = {(a, b): default for a in names for b in names if a != b}
+    for entry in table.get("links", []):
+        _check_keys(entry, _LINK_KEYS, "[[links]]")
+        ends = (str(entry.get("from")), str(entry.get("to")))
+        for end in ends:
+            if end not in names:
+                near = difflib.get_close_matches(end, names, n=2, cutoff=0.3)
+                raise ClusterError(f"[[links]]: no device {end!r}; devices are {', '.join(near or sorted(names))}")
+        link = _link_of(entry, f"[[links]] {ends[0]} → {ends[1]}")
+        links[ends] = link
+        if entry.get("both_ways", True):
+            links[ends[1], ends[0]] = link
+    return Cluster(tuple(devices), links)
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise ClusterError(
+                f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"it takes {sorted(known)}")
+            )
+
+
+def _devices_of(
+    entry: Mapping[str, Any],
+    catalogue: Mapping[str, Mapping[str, Any]],
+    resolve: Callable[[str, int | None], Device] | None,
+) -> list[Device]:
+    kind = str(entry.get("type", ""))
+    figures = {k: v for k, v in entry.items() if k not in ("name", "type", "count")}
+    needed = {"bf16_tflops", "memory_gb_per_s", "memory_gib"}
+    if kind in catalogue or kind == "cpu" or not needed <= set(figures):
+        if not kind:
+            raise ClusterError(f"[[device]]: give a type of the catalogue, or {', '.join(sorted(needed - set(figures)))}")
+        made = _device(kind, None, "file", {k: {**v, **figures} for k, v in catalogue.items()}, resolve)
+        if made.kind == "cpu" and "memory_gib" in figures:
+            made = replace(made, memory=int(figures["memory_gib"] * 2**30))
+    else:
+        made = _modelled(kind or str(entry.get("name", "gpu")), figures)
+    stem, count = str(entry.get("name", made.name)), entry.get("count", 1)
+    if not isinstance(count, int) or count < 1:
+        raise ClusterError(f"[[device]] {stem}: count = {count!r}; it takes a whole number from 1")
+    return [replace(made, name=stem if count == 1 else f"{stem}#{i}") for i in range(count)]
+
+
+def _link_of(entry: Mapping[str, Any], where: str) -> Link:
+    if ("gbps" in entry) == ("gb_per_s" in entry):
+        raise ClusterError(f"{where}: give one of gbps (1e9 bits a second) and gb_per_s (1e9 bytes a second)")
+    rate = float(entry["gb_per_s"]) if "gb_per_s" in entry else float(entry["gbps"]) / 8
+    return Link(rate, float(entry.get("latency_us", DEFAULT_LATENCY_US)))
+
+
 def _split_link(text: str) -> tuple[str, re.Match[str]]:
     at = min((i for i in (text.find("@"), text.find("+")) if i >= 0), default=len(text))
     match = _LINK.fullmatch(text[at:])
@@ -203,6 +300,10 @@ def _device(
         raise ClusterError(f"unknown device {name!r} in cluster {text!r}; {hint}")
     if sms is not None:
         raise ClusterError(f"{name}/{sms}sm in cluster {text!r}: only a real GPU (cuda:N) can be sliced")
+    return _modelled(name, figures)
+
+
+def _modelled(name: str, figures: Mapping[str, Any]) -> Device:
     return Device(
         name=name,
         type=name,
@@ -211,6 +312,8 @@ def _device(
         tflops=float(figures["bf16_tflops"]),
         gb_per_s=float(figures["memory_gb_per_s"]),
         l2_bytes=int(figures.get("l2_mb", 0) * 2**20),
+        sms=int(figures.get("sms", 0)),
+        boost_ghz=float(figures.get("boost_ghz", 0.0)),
         price=float(figures.get("dollars_per_hour", 0.0)),
     )
 

@@ -61,7 +61,8 @@ class Kernel:
 
     ``nodes`` are the non-free FX nodes, in graph order. ``inputs`` are the values read, ``outputs`` the values made,
     ``writes`` the graph inputs overwritten in place (their new versions are among ``outputs``). ``flops`` and bytes are per
-    call. ``fingerprint`` is equal for kernels that compile to the same code.
+    call. ``fingerprint`` is equal for kernels that compile to the same code. ``data_dependent``: the addresses that it touches
+    depend on the contents of its inputs; ``needs_data``: and the schemas don't prove that zeros are safe contents.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Kernel:
     fingerprint: str
     effect: bool = False
     data_dependent: bool = False
+    needs_data: bool = False
 
     def to_text(self) -> str:
         writes = f" writes {' '.join(self.writes)}" if self.writes else ""
@@ -198,9 +200,15 @@ class Timing:
 
 @dataclass(frozen=True)
 class Profile:
-    """Time of each kernel on each device: ``times[kernel][device]``. A missing device means the kernel cannot run there."""
+    """Time of each kernel on each device: ``times[kernel][device]``. A missing device means the kernel cannot run there.
+
+    ``calibration`` is, for each device, the time of the whole graph over the sum of its kernels' times alone; it is contained in
+    ``times`` already. ``cut_us`` is the price of a cut: µs that a device loses each time a segment ends for a transfer.
+    """
 
     times: Mapping[str, Mapping[str, Timing]]
+    calibration: Mapping[str, float] = field(default_factory=dict)
+    cut_us: Mapping[str, float] = field(default_factory=dict)
 
     def us(self, kernel: str, device: str) -> float:
         """Microseconds of ``kernel`` on ``device``; infinite where it cannot run."""
@@ -227,11 +235,14 @@ class Profile:
         return cls({k: {d: Timing(float(us), source=source) for d, us in row.items()} for k, row in times.items()})
 
     def to_json(self) -> str:
-        return json.dumps({k: {d: asdict(t) for d, t in row.items()} for k, row in self.times.items()})
+        times = {k: {d: asdict(t) for d, t in row.items()} for k, row in self.times.items()}
+        return json.dumps({"times": times, "calibration": dict(self.calibration), "cut_us": dict(self.cut_us)})
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        return cls({k: {d: Timing(**t) for d, t in row.items()} for k, row in json.loads(text).items()})
+        data = json.loads(text)
+        times = {k: {d: Timing(**t) for d, t in row.items()} for k, row in data["times"].items()}
+        return cls(times, data["calibration"], data["cut_us"])
 
 
 @dataclass(frozen=True)

@@ -433,6 +433,7 @@ def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> K
                 fingerprint="",
                 effect=effect,
                 data_dependent=any(packet(n) in _INDEX or packet(n) in _SCATTER for n in members),
+                needs_data=any(_needs_data(n, grouping.group, group) for n in members),
             )
         )
     storages: dict[int, str] = {}
@@ -540,6 +541,37 @@ def _flops(node: fx.Node) -> int:
     if _is_reduction(node):
         return max(_numel(a.meta.get("val")) for a in node.all_input_nodes)
     return _numel(val) if is_fusable(node) and packet(node) not in _MOVE | _INDEX else 0
+
+
+def _needs_data(node: fx.Node, group_of: dict[fx.Node, int], group: int) -> bool:
+    """Whether zeros in integer inputs might be bad contents for ``node``.
+
+    Index zero is inside every dimension that is not empty, so an index operator is safe if its indices come into the kernel as
+    they are (through views and casts), and not if the kernel computes them. Others than ATen promise nothing about integers.
+    """
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims"):
+        if packet(node) not in _INDEX | _SCATTER:
+            return False
+        indices = [a for a in node.all_input_nodes if _is_integer(a)]
+        return any(_computed_inside(a, group_of, group) for a in indices)
+    if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
+        return torch_compat.is_higher_order(node.target)
+    return any(_is_integer(a) for a in node.all_input_nodes)
+
+
+def _is_integer(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and not val.is_floating_point() and not val.is_complex() and val.dtype != torch.bool
+
+
+def _computed_inside(node: fx.Node, group_of: dict[fx.Node, int], group: int) -> bool:
+    while packet(node) == "prims.convert_element_type" and group_of.get(node) == group:
+        (node,) = node.all_input_nodes
+    if group_of.get(node) == group:
+        return True
+    return (
+        node.op == "call_function" and is_free(node) and any(_computed_inside(a, group_of, group) for a in node.all_input_nodes)
+    )
 
 
 def _kind(members: list[fx.Node]) -> str:

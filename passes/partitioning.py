@@ -337,7 +337,7 @@ def _path_bound(problem: Problem, allowed: np.ndarray, fastest: np.ndarray) -> f
     for k, crossing in path[1:]:
         assert crossing is not None
         flow = problem.flows[crossing]
-        reach = np.array([min(reach[u] + problem.move_us(flow, u, g) for u in range(devices)) for g in range(devices)]) + cost[k]
+        reach = np.array([min(reach[u] + problem.us(u, g, flow.bytes) for u in range(devices)) for g in range(devices)]) + cost[k]
     return max(float(length.max()), float(reach.min()))
 
 
@@ -432,7 +432,7 @@ class _Model:
                 (self._x(k, g), -float(self.problem.times[k, g]) / self.unit) for k in range(self.kernels) if self.allowed[k, g]
             ]
             transfer = [
-                (y, -self.problem.move_us(self.problem.flows[f], u, t) / self.unit) for f, u, t, y in self.moved if g in (u, t)
+                (y, -self.problem.us(u, t, self.problem.flows[f].bytes) / self.unit) for f, u, t, y in self.moved if g in (u, t)
             ]
             for terms in [compute, transfer] if self.problem.overlap else [compute + transfer]:
                 if terms:
@@ -462,7 +462,7 @@ class _Model:
             for reader in flow.readers:
                 self._arrive(flow.source, reader, start, took, flow.bytes, flow.unless)
             if flow.to_home and flow.source != HOME:
-                back = [(self._x(flow.source, u), -self.problem.move_us(flow, u, 0) / self.unit) for u in range(1, self.devices)]
+                back = [(self._x(flow.source, u), -self.problem.us(u, 0, flow.bytes) / self.unit) for u in range(1, self.devices)]
                 done = [(c, -w) for c, w in took[flow.source]]
                 self._row([(self.goal, 1.0), (start[flow.source], -1.0), *done, *back], lower=0.0)
         for before, after in self.problem.order_edges:
@@ -479,7 +479,7 @@ class _Model:
     ) -> None:
         if source == HOME:
             for g in range(1, self.devices):
-                us = self._us(0, g, nbytes)
+                us = self.problem.us(0, g, nbytes) / self.unit
                 terms = [(start[reader], 1.0), (self._x(reader, g), -us)]
                 if unless is not None:
                     terms.append((self._x(unless, g), us))
@@ -490,12 +490,8 @@ class _Model:
         for u in range(self.devices):
             for g in range(self.devices):
                 if u != g:
-                    us = self._us(u, g, nbytes)
+                    us = self.problem.us(u, g, nbytes) / self.unit
                     self._row([*ready, (self._x(source, u), -us), (self._x(reader, g), -us)], lower=-us)
-
-    def _us(self, source: int, target: int, nbytes: int) -> float:
-        devices = self.problem.devices
-        return self.problem.cluster.us(devices[source], devices[target], nbytes) / self.unit
 
     def solve(self, time_limit: float, gap: float) -> tuple[list[int] | None, float | None, str]:
         """(placement or None, proven bound in µs or None, status)."""

@@ -1,7 +1,7 @@
 """The planning problem as arrays, and the value of a placement: what ``partition`` minimises and every report quotes.
 
 With kernels in the lowered order, x[k] the device of kernel k, t[k, g] its time there (µs) and
-m[v, u, g] = latency + bytes / bandwidth the time to move value v from u to g:
+m[v, u, g] = latency + bytes / bandwidth + price of a cut the time to move value v from u to g:
 
 - compute   T[g] = Σ_k t[k, g] over x[k] = g                                        (:func:`evaluate`)
 - transfers M[g] = Σ m[v, u, g'] over moves with g at either end, one move per (value, destination)
@@ -59,9 +59,14 @@ class Problem:
     cluster: Cluster
     inflight: int
     overlap: bool
+    cut_us: tuple[float, ...]
 
-    def move_us(self, flow: Flow, source: int, target: int) -> float:
-        return self.cluster.us(self.devices[source], self.devices[target], flow.bytes)
+    def us(self, source: int, target: int, nbytes: int) -> float:
+        """m: the link's time for ``nbytes``, and what the dearer device loses by cutting a segment there; 0 within a device."""
+        if source == target:
+            return 0.0
+        link = self.cluster.us(self.devices[source], self.devices[target], nbytes)
+        return link + max(self.cut_us[source], self.cut_us[target])
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,10 @@ def make_problem(ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, infligh
         for v in graph.values.values()
         if graph.resident(v.name) and v.storage == v.name and v.device != "host"
     )
-    return Problem(names, cluster.names, times, tuple(flows), order_edges, residents, _peak(graph), cluster, inflight, overlap)
+    cut_us = tuple(float(profile.cut_us.get(d, 0.0)) for d in cluster.names)
+    return Problem(
+        names, cluster.names, times, tuple(flows), order_edges, residents, _peak(graph), cluster, inflight, overlap, cut_us
+    )
 
 
 def _peak(graph: KernelGraph) -> int:
@@ -178,18 +186,18 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         for reader in flow.readers:
             target = placement[reader]
             current = flow.unless is not None and placement[flow.unless] == target
-            arrivals[reader].append((flow.source, 0.0 if current else problem.move_us(flow, source, target)))
+            arrivals[reader].append((flow.source, 0.0 if current else problem.us(source, target, flow.bytes)))
         if flow.to_home:
-            ends.append((flow.source, problem.move_us(flow, source, 0)))
+            ends.append((flow.source, problem.us(source, 0, flow.bytes)))
     for flow, source, target in moves(problem, placement):
-        us = problem.move_us(flow, source, target)
+        us = problem.us(source, target, flow.bytes)
         transfer[source] += us
         transfer[target] += us
         sent[source] += flow.bytes
         cut_values += 1
     for before, after in problem.order_edges:
         u, g = placement[before], placement[after]
-        arrivals[after].append((before, problem.cluster.us(problem.devices[u], problem.devices[g], 0)))
+        arrivals[after].append((before, problem.us(u, g, 0)))
 
     free_at = [0.0] * count
     finish = [0.0] * len(placement)

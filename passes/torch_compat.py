@@ -6,6 +6,7 @@ Each function has a test of its own in ``tests/passes/test_torch_compat.py``. Su
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -266,3 +267,10 @@ def random_prims() -> tuple[Any, Any, Any]:
 
     prims = torch.ops.prims
     return prims.inductor_seeds.default, prims.inductor_random.default, prims.inductor_randint.default
+
+
+def inductor_config_key() -> str:
+    """Hash of Inductor's configuration: equal settings, equal generated code."""
+    from torch._inductor import config
+
+    return hashlib.sha256(config.save_config_portable().__repr__().encode()).hexdigest()[:16]

@@ -124,6 +124,18 @@ def lookup(env: dict[str, Any], name: str) -> Any:
     return env[base].size(int(rest[:-1]))
 
 
+def constants(graph: KernelGraph) -> dict[str, Any]:
+    """The tensors that the FX graph holds as attributes, by value name."""
+    found = {}
+    for node in graph.module.graph.nodes:
+        if node.op == "get_attr" and node.name in graph.values:
+            value: Any = graph.module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            found[node.name] = value
+    return found
+
+
 def eager_call(module: fx.GraphModule) -> Boxed:
     """Runs ``module`` operator by operator; its outputs get the strides that their metadata promises."""
     module = _copy(module)

@@ -17,7 +17,7 @@ import torch
 
 from ..passes.errors import ProgramError
 from ..passes.ir import Free, Hold, KernelGraph, Out, Program, Recv, Run, Send, Signal, Wait, segment_values
-from .codegen import Codegen, Compiled, lookup
+from .codegen import Codegen, Compiled, constants, lookup
 from .lane_pool import shared_pool
 from .replicas import Replica, Sighting, at_exit, own_copy, sight
 
@@ -84,7 +84,7 @@ class CpuLaneExecutor:
         self._writers = {(lane, s) for (lane, _), segment in self.segments.items() for s, _ in segment.written}
         names = [o for o in graph.outputs if o is not None]
         self._finish = codegen.compile(graph, [], names)
-        self._constants = {v.name: _constant(graph, v.name) for v in graph.values.values() if v.origin == "constant"}
+        self._constants = constants(graph)
         self._literals = _literal_outputs(graph)
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -269,14 +269,6 @@ def _fill(value: Any) -> None:
         value.logical_not_()
     else:
         value.fill_(torch.iinfo(value.dtype).max)
-
-
-def _constant(graph: KernelGraph, name: str) -> Any:
-    node = next(n for n in graph.module.graph.nodes if n.name == name)
-    value: Any = graph.module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _literal_outputs(graph: KernelGraph) -> Sequence[Any]:

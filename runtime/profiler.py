@@ -1,19 +1,28 @@
 """Times of kernels on the lanes that will run them.
 
-Each distinct fingerprint is timed once per device type, alone, warm, on invented data: random numbers for floats, zeros for
-integers (which stay inside any index range that is not empty), in storage of the profiler's own. Kernels with effects are not
-run: they, and kernels that fail on invented data, get the modelled time and say so. The caller's tensors and generators are
-not touched.
+Each distinct fingerprint is timed once per device type, alone, warm: median and interquartile range of repeated calls, in a
+lane's own thread with a lane's thread setting. On what data:
+
+- kernels whose addresses don't depend on data, and those for which the schema proves zeros to be safe indices: on invented data,
+  random numbers for floats, zeros for integers;
+- the others: on the tensors of the first real call (:func:`needs_real_call`), those that a kernel overwrites copied;
+- kernels with effects, and those that fail: the modelled time, marked ``modelled``.
+
+Kernels timed alone cost more than in a fused segment. Each device type is calibrated: every time is multiplied by (whole graph in
+one segment) / (sum of its kernels), and the difference, divided by the number of seams, is the price of a cut. Timings are kept
+on disk (``profile_cache.py``). The caller's tensors, generators and thread settings are not touched.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +31,22 @@ from ..passes import torch_compat
 from ..passes.cluster import Cluster, Device
 from ..passes.errors import TesseraWarning
 from ..passes.ir import Kernel, KernelGraph, Profile, Timing
-from .codegen import Codegen, Compiled
+from .codegen import Codegen, Compiled, constants, lookup
 from .lane_pool import shared_pool
+from .profile_cache import ProfileCache, setting
 from .roofline import model_profile, roofline_us
 
 log = logging.getLogger(__name__)
 
 _MIN_RUNS, _MAX_RUNS, _ENOUGH_SECONDS = 5, 50, 0.02
+
+
+def needs_real_call(graph: KernelGraph) -> bool:
+    """Whether some kernel, or the whole graph for calibration, can only be timed safely on the tensors of a real call."""
+    return any(
+        k.needs_data or (k.data_dependent and any(graph.values[v].origin == "activation" for v in k.inputs))
+        for k in graph.kernels
+    )
 
 
 def profile(
@@ -39,6 +57,8 @@ def profile(
     how: str = "measure",
     lanes: int,
     threads: int,
+    real: Sequence[Any] | None = None,
+    cache: ProfileCache | None = None,
     progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items,
 ) -> Profile:
     """Times every kernel of ``graph`` on every device of ``cluster``.
@@ -46,54 +66,141 @@ def profile(
     Args:
         how: ``"measure"`` times CPU lanes and models data-sheet GPUs; ``"model"`` models everything.
         lanes, threads: the lane pool whose threads do the timing.
+        real: the graph's inputs in a real call; without them kernels that need real data get modelled times.
+        cache: where timings are kept; None keeps none.
         progress: wraps the kernels to be timed, with a title, for a progress bar.
     """
-    measured = {d.type: d for d in cluster.devices if d.kind == "cpu"} if how == "measure" and codegen.codegen != "null" else {}
-    result = {k: dict(row) for k, row in model_profile(graph, cluster.devices).times.items()}
+    modelled = model_profile(graph, cluster.devices)
+    device = next((d for d in cluster.devices if d.kind == "cpu"), None)
+    if how != "measure" or codegen.codegen == "null" or device is None or not graph.kernels:
+        return modelled
+    timer = _Timer(graph, codegen, device, lanes, threads, real, cache)
     distinct: dict[str, list[Kernel]] = {}
     for kernel in graph.kernels:
         distinct.setdefault(kernel.fingerprint, []).append(kernel)
-    if measured:
-        for kernels in progress(list(distinct.values()), "timing kernels"):
-            # All CPU lanes are alike: one timing stands for every lane and every equal kernel.
-            timing = _time_on_lane(graph, kernels[0], codegen, next(iter(measured.values())), lanes, threads)
-            for kernel in kernels:
-                result[kernel.name].update({d.name: timing for d in cluster.devices if d.type in measured})
-    return Profile(result)
+    alone: dict[str, Timing] = {}
+    for kernels in progress(list(distinct.values()), "timing kernels"):
+        timing = timer.kernel(kernels[0])
+        alone.update((k.name, timing) for k in kernels)
+    ratio, cut = _calibration(graph, alone, timer)
+    cpus = [d.name for d in cluster.devices if d.kind == "cpu"]
+    times = {k: dict(row) for k, row in modelled.times.items()}
+    for name, timing in alone.items():
+        scaled = timing
+        if ratio is not None and timing.source == "measured":
+            scaled = replace(timing, us=timing.us * ratio, spread=timing.spread * ratio, source="calibrated")
+        times[name].update(dict.fromkeys(cpus, scaled))
+    return Profile(times, {} if ratio is None else dict.fromkeys(cpus, ratio), dict.fromkeys(cpus, cut))
 
 
-def _time_on_lane(graph: KernelGraph, kernel: Kernel, codegen: Codegen, device: Device, lanes: int, threads: int) -> Timing:
-    modelled = Timing(roofline_us(kernel, graph, device), source="modelled")
-    if kernel.effect:
-        return modelled
-    compiled = codegen.compile(graph, [kernel.name], kernel.outputs)
-    outcome: list[Timing | BaseException] = []
-    done = threading.Event()
+def _calibration(graph: KernelGraph, alone: Mapping[str, Timing], timer: _Timer) -> tuple[float | None, float]:
+    """(whole graph / sum of kernels, µs a seam costs); (None, 0) where not everything could be timed."""
+    if any(t.source != "measured" for t in alone.values()) or len(alone) < 2:
+        return None, 0.0
+    whole = timer.whole()
+    total = sum(t.us for t in alone.values())
+    if whole is None or total <= 0:
+        return None, 0.0
+    return whole.us / total, max(0.0, (total - whole.us) / (len(alone) - 1))
 
-    def job() -> None:
+
+class _Timer:
+    """Times pieces of one graph on one lane of a pool."""
+
+    def __init__(
+        self,
+        graph: KernelGraph,
+        codegen: Codegen,
+        device: Device,
+        lanes: int,
+        threads: int,
+        real: Sequence[Any] | None,
+        cache: ProfileCache | None,
+    ) -> None:
+        self.graph = graph
+        self.codegen = codegen
+        self.device = device
+        self.pool = shared_pool(lanes, threads)
+        self.cache = cache
+        self.setting = setting(codegen.codegen, threads) if cache is not None else {}
+        self.real = None if real is None else dict(zip(graph.inputs, real, strict=True))
+        self._captured: dict[str, Any] | None = None
+
+    def kernel(self, kernel: Kernel) -> Timing:
+        modelled = Timing(roofline_us(kernel, self.graph, self.device), source="modelled")
+        if kernel.effect or (kernel.needs_data and self.real is None):
+            return modelled
         try:
-            with torch.no_grad():
-                outcome.append(_time(graph, compiled))
-        except BaseException as error:
-            outcome.append(error)
-        finally:
-            done.set()
+            timing = self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
+        except Exception as error:
+            warnings.warn(f"kernel {kernel.name} cannot be timed ({error}); its time is modelled", TesseraWarning, stacklevel=2)
+            return modelled
+        return timing
 
-    shared_pool(lanes, threads).submit([job] + [lambda: None] * (lanes - 1))
-    done.wait()
-    result = outcome[0]
-    if isinstance(result, Timing):
-        return result
-    if not isinstance(result, Exception):
-        raise result
-    warnings.warn(
-        f"kernel {kernel.name} cannot be timed on invented data ({result}); its time is modelled", TesseraWarning, stacklevel=2
-    )
-    return modelled
+    def whole(self) -> Timing | None:
+        """The graph in one segment; None if it has effects, or cannot be run on the data at hand."""
+        if any(k.effect for k in self.graph.kernels) or (needs_real_call(self.graph) and self.real is None):
+            return None
+        key = hashlib.sha256(" ".join(k.fingerprint for k in self.graph.kernels).encode()).hexdigest()[:16]
+        outputs = [v for v in self.graph.output_values if self.graph.producer(v) is not None]
+        try:
+            return self._timed(key, [k.name for k in self.graph.kernels], outputs, self.real is not None)
+        except Exception as error:
+            warnings.warn(f"the whole graph cannot be timed ({error}); times are not calibrated", TesseraWarning, stacklevel=2)
+            return None
+
+    def _timed(self, fingerprint: str, kernels: Sequence[str], outputs: Sequence[str], on_real: bool) -> Timing:
+        key = {**self.setting, "fingerprint": fingerprint, "sizes": self._sizes(kernels)}
+        if self.cache is not None and (found := self.cache.get(key)) is not None:
+            return found
+        compiled = self.codegen.compile(self.graph, kernels, outputs)
+        inputs = self._real_inputs(compiled) if on_real else list(invented_inputs(self.graph, compiled.inputs))
+        timing = self._on_lane(lambda: _time(compiled, inputs))
+        if self.cache is not None:
+            self.cache.put(key, timing)
+        return timing
+
+    def _sizes(self, kernels: Sequence[str]) -> str:
+        """The hints of symbolic dimensions, which fingerprints leave open: bytes of what the kernels read."""
+        values = (self.graph.values[v] for k in kernels for v in self.graph[k].inputs)
+        return ",".join(str(v.bytes) for v in values if any(isinstance(s, str) for s in v.shape))
+
+    def _real_inputs(self, compiled: Compiled) -> list[Any]:
+        assert self.real is not None
+        if any(self.graph.producer(name.partition(".size(")[0]) is not None for name in compiled.inputs):
+            if self._captured is None:
+                with torch.random.fork_rng(devices=[]):  # The dry run draws what the real one will draw again.
+                    self._captured = self._on_lane(lambda: captured_values(self.graph, self.real or {}))
+            env = self._captured
+        else:
+            env = {**constants(self.graph), **self.real}
+        inputs = [lookup(env, name) for name in compiled.inputs]
+        return [v.clone() if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
+
+    def _on_lane(self, function: Callable[[], Any]) -> Any:
+        """Calls ``function`` in the pool's first lane and hands on what it returns or raises."""
+        outcome: list[Any] = []
+        failure: list[BaseException] = []
+        done = threading.Event()
+        inference = torch.is_inference_mode_enabled()
+
+        def job() -> None:
+            try:
+                with torch.inference_mode(inference), torch.no_grad():
+                    outcome.append(function())
+            except BaseException as error:
+                failure.append(error)
+            finally:
+                done.set()
+
+        self.pool.submit([job] + [lambda: None] * (self.pool.count - 1))
+        done.wait()
+        if failure:
+            raise failure[0]
+        return outcome[0]
 
 
-def _time(graph: KernelGraph, compiled: Compiled) -> Timing:
-    inputs = list(invented_inputs(graph, compiled.inputs))
+def _time(compiled: Compiled, inputs: Sequence[Any]) -> Timing:
     times: list[float] = []
     compiled.call(list(inputs))
     started = time.perf_counter()
@@ -104,6 +211,23 @@ def _time(graph: KernelGraph, compiled: Compiled) -> Timing:
         times.append((time.perf_counter_ns() - begin) / 1e3)
     quartiles = statistics.quantiles(times, n=4)
     return Timing(statistics.median(times), quartiles[2] - quartiles[0], "measured")
+
+
+def captured_values(graph: KernelGraph, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value of the graph for these inputs, computed kernel by kernel, uncompiled, on copies of overwritten inputs."""
+    env = {**constants(graph), **inputs}
+    for name in graph.mutated:
+        env[name] = env[name].clone()
+    codegen = Codegen("eager")
+    for kernel in graph.kernels:
+        if kernel.effect and not kernel.outputs:
+            continue  # A print or an assertion: the real call will say it once.
+        # What the kernel reads must survive it for the timing, also where it overwrites it.
+        before = {name: env[name].clone() for name in kernel.writes}
+        piece = codegen.compile(graph, [kernel.name], kernel.outputs)
+        env.update(zip(piece.outputs, piece.call([lookup(env, name) for name in piece.inputs]), strict=True))
+        env.update(before)
+    return env
 
 
 def invented_inputs(graph: KernelGraph, names: Iterable[str]) -> Iterator[Any]:
@@ -124,8 +248,7 @@ def invented_inputs(graph: KernelGraph, names: Iterable[str]) -> Iterator[Any]:
 def _invented(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     span = tensor.as_strided((_span(tensor),), (1,)) if tensor.numel() else tensor
     if tensor.is_floating_point() or tensor.is_complex():
-        numbers = torch.randn(span.shape, generator=generator)
-        span.copy_(numbers)
+        span.copy_(torch.randn(span.shape, generator=generator))
     else:
         span.fill_(tensor.dtype == torch.bool)
     return tensor

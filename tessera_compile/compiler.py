@@ -1,7 +1,7 @@
 """The backend: from the graph that dynamo captured to something that runs on several devices.
 
-:func:`compile_graph` reads like the list of steps in the documentation: lower, depend, profile, partition, schedule, verify,
-and then the executor compiles the segments. Each step is logged with its time at INFO.
+:class:`CompiledGraph` reads like the list of steps in the documentation: lower, depend, profile, partition, schedule, verify, and
+then the executor compiles the segments. Each step is logged with its time at INFO.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .progress import progress
 from .reports import GraphReport, Report
 from .runtime.codegen import Codegen
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
-from .runtime.profiler import profile
+from .runtime.profile_cache import ProfileCache
+from .runtime.profiler import needs_real_call, profile
 from .runtime.replicas import watch_call
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,91 @@ class GradientsNeeded(Exception):
 
 
 class CompiledGraph:
-    """One graph of a model: its report and the callable that runs it."""
+    """One graph of a model: lowered at once, planned and compiled at once or, where profiling needs real data, at the first call.
 
-    def __init__(self, report: GraphReport, executor: CpuLaneExecutor) -> None:
-        self.report = report
+    Attributes:
+        report: what is known of it; None until it is planned.
+        executor: runs it; None until it is compiled.
+    """
+
+    def __init__(
+        self, aten: fx.GraphModule, example_inputs: Sequence[Any], options: Options, static_inputs: Sequence[int], number: int
+    ) -> None:
+        self.options = options
+        self.number = number
+        self.report: GraphReport | None = None
+        self.executor: CpuLaneExecutor | None = None
+        self.cluster = options.resolved_cluster()
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        with self._step("lower"):
+            self.kernels = lower(aten, example_inputs, static_inputs=static_inputs)
+        with self._step("depend"):
+            self.ddg = depend(self.kernels)
+        # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
+        self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
+        measured = self._how == "measure" and any(d.kind == "cpu" for d in self.cluster.devices)
+        if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
+            self.build(None)
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Runs the graph once; ``args`` are its inputs in order, in a list that is emptied."""
+        if self.executor is None:
+            with self._lock:
+                if self.executor is None:
+                    self.build(args)
+        executor = self.executor
+        assert executor is not None
+        return executor(args)
+
+    def build(self, real: Sequence[Any] | None) -> None:
+        """The pipeline from the dependence graph on.
+
+        Args:
+            real: the inputs of the first call, which are read and left as they are; None where none is needed.
+        """
+        options, kernels, ddg = self.options, self.kernels, self.ddg
+        lanes = len(self.cluster.devices)
+        threads = lane_threads(lanes)
+        codegen = Codegen(
+            options.codegen,  # type: ignore[arg-type]  # checked by Options
+            threads=threads if lanes > 1 else None,
+            strict=options.strict,
+        )
+        with self._step("profile"):
+            times = profile(
+                kernels,
+                self.cluster,
+                codegen,
+                how=self._how,
+                lanes=lanes,
+                threads=threads,
+                real=real,
+                cache=ProfileCache(),
+                progress=progress,
+            )
+        with self._step("partition"):
+            plan = make_plan(ddg, kernels, times, self.cluster, options)
+        with self._step("schedule"):
+            program = schedule(ddg, plan)
+        with self._step("verify"):
+            verify(program, ddg, plan)
+        with self._step("compile"):
+            if options.dryrun:
+                at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
+                executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
+            else:
+                executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, progress=progress)
+        fallbacks = tuple(codegen.fallbacks.values())
+        self.report = GraphReport(self.number, kernels, ddg, times, plan, program, self._seconds, fallbacks)
         self.executor = executor
+
+    @contextlib.contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - started
+        log.info("graph %d: %s took %.3f s", self.number, name, self._seconds[name])
 
 
 class Backend:
@@ -115,11 +196,15 @@ def report(compiled: Any) -> Report:
 
 def executors(compiled: Any) -> list[CpuLaneExecutor]:
     """The executors behind ``compiled``, in the order of its graphs."""
-    return [g.executor for g in _graphs_of(torch_compat.compile_of(compiled)) if isinstance(g, CompiledGraph)]
+    graphs = _graphs_of(torch_compat.compile_of(compiled))
+    return [g.executor for g in graphs if isinstance(g, CompiledGraph) and g.executor is not None]
 
 
 def _report_of(graphs: Sequence[CompiledGraph | str]) -> Report:
-    return Report(tuple(g.report for g in graphs if isinstance(g, CompiledGraph)), tuple(g for g in graphs if isinstance(g, str)))
+    return Report(
+        tuple(g.report for g in graphs if isinstance(g, CompiledGraph) and g.report is not None),
+        tuple(g for g in graphs if isinstance(g, str)),
+    )
 
 
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | None = None) -> Callable[..., Report]:
@@ -172,20 +257,16 @@ def _compile(
     *,
     untouched: bool = False,
 ) -> Callable[..., Any]:
-    made: list[CompiledGraph] = []
-
     def inference(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled = compile_graph(aten, inputs, options, static_inputs=torch_compat.static_input_indices(), number=len(graphs))
-        made.append(compiled)
+        compiled = CompiledGraph(aten, inputs, options, torch_compat.static_input_indices(), len(graphs))
         graphs.append(compiled)
-        executor = compiled.executor
-        overwritten = [i for i, name in enumerate(executor.graph.inputs) if name in executor.graph.mutated]
+        overwritten = [i for i, name in enumerate(compiled.kernels.inputs) if name in compiled.kernels.mutated]
 
         def call(args: list[Any]) -> list[Any]:
             if untouched:
                 for i in overwritten:
                     args[i] = args[i].clone()
-            return executor(args)
+            return compiled(args)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
@@ -206,7 +287,7 @@ def _compile(
         return _fall_back(gm, example_inputs, f"this graph runs under Inductor on one device: {error}", options, graphs)
     if options.dryrun and isinstance(options.dryrun, str):
         _report_of(graphs).to_json(options.dryrun)
-    if not any(c.executor.replicas for c in made):
+    if len(options.resolved_cluster().devices) == 1:
         return run
 
     def call(*args: Any) -> Any:
@@ -239,62 +320,6 @@ def _fall_back(
     if first:
         warnings.warn(reason, TesseraWarning, stacklevel=3)
     return torch_compat.inductor_compile(gm, example_inputs)
-
-
-def compile_graph(
-    aten: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    *,
-    static_inputs: Sequence[int] = (),
-    number: int = 0,
-) -> CompiledGraph:
-    """The pipeline for one functional ATen graph.
-
-    Args:
-        static_inputs: positions of parameters and buffers among the inputs.
-        number: of the graph, for messages.
-    """
-    cluster = options.resolved_cluster()
-    seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def step(name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        seconds[name] = time.perf_counter() - started
-        log.info("graph %d: %s took %.3f s", number, name, seconds[name])
-
-    lanes = len(cluster.devices)
-    threads = lane_threads(lanes)
-    codegen = Codegen(
-        options.codegen,  # type: ignore[arg-type]  # checked by Options
-        threads=threads if lanes > 1 else None,
-        strict=options.strict,
-    )
-    with step("lower"):
-        kernels = lower(aten, example_inputs, static_inputs=static_inputs)
-    with step("depend"):
-        ddg = depend(kernels)
-    with step("profile"):
-        # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
-        how = "model" if lanes == 1 or options.dryrun else options.profile
-        times = profile(kernels, cluster, codegen, how=how, lanes=lanes, threads=threads, progress=progress)
-    with step("partition"):
-        plan = make_plan(ddg, kernels, times, cluster, options)
-    with step("schedule"):
-        program = schedule(ddg, plan)
-    with step("verify"):
-        verify(program, ddg, plan)
-    with step("compile"):
-        if options.dryrun:
-            at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
-            executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
-        else:
-            executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, progress=progress)
-    return CompiledGraph(
-        GraphReport(number, kernels, ddg, times, plan, program, seconds, tuple(codegen.fallbacks.values())), executor
-    )
 
 
 def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options) -> Plan:

@@ -161,6 +161,17 @@ def test_state_counts_at_home_too_and_its_new_version_comes_back():
     assert (result.cut_values, result.cut_bytes) == (3, 2500)
 
 
+def test_state_needs_room_at_home_wherever_it_is_written():
+    # k0's weight fits at home, but not beside s1, which stays there even if k1 runs on device 1: 3000 + 6000 + 500.
+    ddg = synthetic([(0, 1)], 2, weights={"a": (6000, [0])}, writes_state={1: []})
+    rows = [[1, 9], [9, 1]]
+    assert on(plan(ddg, rows, cpus(2).with_memory({"d0": 9500}))) == [0, 1]
+    result = plan(ddg, rows, cpus(2).with_memory({"d0": 9400}))
+    assert on(result) == [1, 0]
+    assert result.bottleneck_us == 9
+    assert [result.loads[d].memory_bytes for d in ("d0", "d1")] == [3500, 9000]
+
+
 def test_state_is_sent_to_readers_but_not_to_its_writer():
     ddg = synthetic([(0, 2), (1, 2)], 3, writes_state={2: [0, 1]}, reads_input=(), outputs=[])
     rows = [[1, 1, 1]] * 3

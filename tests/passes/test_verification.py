@@ -430,7 +430,7 @@ WRONG = {
     "signal for a kernel of another lane": ("effects", "signal k0 -> 1", "signal k1 -> 1", "deadlock"),
     "wait for another lane": ("effects", "wait k0 <- 0", "wait k0 <- 1", "no other lane 1"),
     "lanes of other devices": ("chain", "lane 1 d1", "lane 1 d7", "d7"),
-    "lane too few": ("alone", "lane 0 d0", "lane 0 d1", "d1"),
+    "lane of another device": ("alone", "lane 0 d0", "lane 0 d1", "d1"),
     "lane too many": ("alone", "out v1\n", "out v1\nlane 1 d1\n", "d1"),
 }
 

@@ -67,7 +67,7 @@ def test_inductor_and_measured_profile_are_the_default(net):
         torch.testing.assert_close(compiled(x), net(x))
     graph = tessera_compile.report(compiled).graphs[0]
     sources = {t.source for row in graph.profile.times.values() for t in row.values()}
-    assert sources == {"measured"}
+    assert sources == {"calibrated"}
     assert not graph.fallbacks
 
 

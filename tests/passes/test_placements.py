@@ -1,0 +1,74 @@
+"""Placements without a solver."""
+
+from collections import Counter
+
+import pytest
+
+from tessera_compile.passes import partition, schedule, verify
+from tessera_compile.passes.errors import PlanError
+from tessera_compile.passes.ir import Profile
+from tessera_compile.passes.placements import place
+from tests.graphs import cpus, synthetic
+
+
+def profile_of(rows):
+    return Profile.of({f"k{i}": {f"d{g}": us for g, us in enumerate(row) if us is not None} for i, row in enumerate(rows)})
+
+
+def even(count, devices):
+    return profile_of([[1.0] * devices] * count)
+
+
+@pytest.mark.parametrize(
+    ("rows", "device"),
+    [
+        ([[9, 5], [1, 4]], "d1"),  # 10 against 9
+        ([[5, 9], [4, 1]], "d0"),
+        ([[1, 1], [1, 1]], "d0"),  # Home, where they are equal.
+        ([[1, 50], [None, 50]], "d1"),  # The fast one cannot run k1.
+    ],
+)
+def test_single_takes_the_device_whose_sum_is_least(rows, device):
+    assert place("single", synthetic([(0, 1)], 2), profile_of(rows), cpus(2)) == {"k0": device, "k1": device}
+
+
+def test_alternate_goes_round_in_the_lowered_order():
+    placement = place("alternate", synthetic([(0, 1)], 5), even(5, 3), cpus(3))
+    assert list(placement.items()) == [("k0", "d0"), ("k1", "d1"), ("k2", "d2"), ("k3", "d0"), ("k4", "d1")]
+
+
+def test_random_is_the_same_for_the_same_seed():
+    ddg, profile, cluster = synthetic([], 40), even(40, 3), cpus(3)
+    first = place("random:7", ddg, profile, cluster)
+    assert first == place("random:7", ddg, profile, cluster) == place("random", ddg, profile, cluster, seed=7)
+    assert first == place("random:7", ddg, profile, cluster, seed=1)
+    assert first != place("random:8", ddg, profile, cluster)
+    assert place("random", ddg, profile, cluster) == place("random:0", ddg, profile, cluster)
+    assert list(first) == [f"k{i}" for i in range(40)]
+
+
+def test_random_uses_every_device_about_equally():
+    counts = Counter(place("random:1", synthetic([], 300), even(300, 3), cpus(3)).values())
+    assert set(counts) == {"d0", "d1", "d2"}
+    assert min(counts.values()) > 60
+
+
+@pytest.mark.parametrize("planner", ["single", "alternate", "random:3"])
+def test_no_kernels(planner):
+    assert place(planner, synthetic([], 0), Profile({}), cpus(2)) == {}
+
+
+@pytest.mark.parametrize("planner", ["", "Single", "milp", "randomly", "single:1", "random:seven"])
+def test_unknown_planner(planner):
+    with pytest.raises(PlanError, match="known: single, alternate, random:SEED"):
+        place(planner, synthetic([], 1), even(1, 2), cpus(2))
+
+
+@pytest.mark.parametrize("planner", ["single", "alternate", "random:1", "random:2"])
+def test_every_placement_can_be_planned_and_scheduled(planner):
+    ddg = synthetic([(0, 1), (0, 2), (1, 3), (2, 3)], 4, writes_state={2: [0]}, effects=(1, 2))
+    profile, cluster = even(4, 3), cpus(3)
+    placement = place(planner, ddg, profile, cluster)
+    plan = partition(ddg, profile, cluster, placement=placement, planner=planner)
+    assert (plan.placement, plan.planner, plan.status) == (placement, planner, "given")
+    verify(schedule(ddg, plan), ddg, plan)
