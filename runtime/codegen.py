@@ -90,11 +90,16 @@ class Codegen:
             return torch_compat.inductor_compile_segment(_copy(piece.module), fakes, self.threads), "inductor"
         except Exception as error:
             if len(kernels) > 1:
-                log.info("a segment of %d kernels does not compile (%s); compiling its kernels one by one", len(kernels), error)
+                log.info(
+                    "a segment of %d kernels does not compile (%s); compiling its kernels one by one",
+                    len(kernels),
+                    first_line(error),
+                )
                 return self._chain(graph, piece, kernels), "chain"
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             kernel = graph[kernels[0]]
-            message = f"kernel {kernel.name} ({', '.join(kernel.nodes[:3])}) does not compile and runs eagerly: {reason}"
+            message = (
+                f"kernel {kernel.name} ({', '.join(kernel.nodes[:3])}) does not compile and runs eagerly: {first_line(error)}"
+            )
             if self.strict:
                 raise FallbackError(message) from error
             if kernel.fingerprint not in self.fallbacks:
@@ -114,6 +119,11 @@ class Codegen:
             return [env[name] for name in piece.outputs]
 
         return call
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the stack that torch appends."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def lookup(env: dict[str, Any], name: str) -> Any:

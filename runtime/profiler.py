@@ -31,7 +31,7 @@ from ..passes import torch_compat
 from ..passes.cluster import Cluster, Device
 from ..passes.errors import TesseraWarning
 from ..passes.ir import Kernel, KernelGraph, Profile, Timing
-from .codegen import Codegen, Compiled, constants, lookup
+from .codegen import Codegen, Compiled, constants, first_line, lookup
 from .lane_pool import shared_pool
 from .profile_cache import ProfileCache, setting
 from .roofline import model_profile, roofline_us
@@ -133,7 +133,9 @@ class _Timer:
         try:
             timing = self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
         except Exception as error:
-            warnings.warn(f"kernel {kernel.name} cannot be timed ({error}); its time is modelled", TesseraWarning, stacklevel=2)
+            warnings.warn(
+                f"kernel {kernel.name} cannot be timed ({first_line(error)}); its time is modelled", TesseraWarning, stacklevel=2
+            )
             return modelled
         return timing
 
@@ -146,7 +148,9 @@ class _Timer:
         try:
             return self._timed(key, [k.name for k in self.graph.kernels], outputs, self.real is not None)
         except Exception as error:
-            warnings.warn(f"the whole graph cannot be timed ({error}); times are not calibrated", TesseraWarning, stacklevel=2)
+            warnings.warn(
+                f"the whole graph cannot be timed ({first_line(error)}); times are not calibrated", TesseraWarning, stacklevel=2
+            )
             return None
 
     def _timed(self, fingerprint: str, kernels: Sequence[str], outputs: Sequence[str], on_real: bool) -> Timing:
@@ -154,8 +158,12 @@ class _Timer:
         if self.cache is not None and (found := self.cache.get(key)) is not None:
             return found
         compiled = self.codegen.compile(self.graph, kernels, outputs)
-        inputs = self._real_inputs(compiled) if on_real else list(invented_inputs(self.graph, compiled.inputs))
-        timing = self._on_lane(lambda: _time(compiled, inputs))
+        if on_real:
+            inputs = self._real_inputs(compiled)
+            timing = self._on_lane(lambda: _time(compiled, inputs))
+        else:
+            # Made in the lane's thread: this one may be inside the fake tensor mode of the compilation.
+            timing = self._on_lane(lambda: _time(compiled, list(invented_inputs(self.graph, compiled.inputs))))
         if self.cache is not None:
             self.cache.put(key, timing)
         return timing
