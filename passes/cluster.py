@@ -274,7 +274,7 @@ def _link_of(entry: Mapping[str, Any], where: str) -> Link:
 
 def _split_link(text: str) -> tuple[str, re.Match[str]]:
     at = min((i for i in (text.find("@"), text.find("+")) if i >= 0), default=len(text))
-    match = _LINK.fullmatch(text[at:])
+    match = _LINK.fullmatch(text[at:].strip())
     if match is None:
         raise ClusterError(
             f"cannot read the link {text[at:]!r} in cluster {text!r}; it stands once, last, like '@200Gbps+10us' or '@25GB/s'"

@@ -329,6 +329,7 @@ class Plan:
             data = json.loads(text)
             data.pop("gap", None)
             data["devices"] = tuple(data["devices"])
+            data["placement"] = dict(data["placement"].items())
             data["loads"] = {d: Load(**load) for d, load in data["loads"].items()}
             return cls(**data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -341,7 +342,11 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         with open(path, encoding="utf-8") as file:
-            return cls.from_json(file.read())
+            try:
+                text = file.read()
+            except UnicodeDecodeError as error:
+                raise PlanError(f"not a saved plan: {error}") from error
+        return cls.from_json(text)
 
 
 @dataclass(frozen=True)
@@ -431,7 +436,7 @@ class Out:
 
 Instruction = Run | Send | Recv | Signal | Wait | Hold | Free | Out
 
-_LANE = re.compile(r"lane (\d+) (\S+)")
+_LANE = re.compile(r"lane ([0-9]+) (\S+)")
 _PAIR: dict[str, tuple[str, type[Send] | type[Recv] | type[Signal] | type[Wait]]] = {
     "send": ("->", Send),
     "recv": ("<-", Recv),
@@ -550,7 +555,7 @@ def _instruction(line: str, number: int) -> Instruction:
         return Run(fields[0][:-1], tuple(fields[1:]))
     if word in _PAIR:
         arrow, make = _PAIR[word]
-        if len(fields) == 3 and fields[1] == arrow and fields[2].isdigit():
+        if len(fields) == 3 and fields[1] == arrow and re.fullmatch("[0-9]+", fields[2]):
             return make(fields[0], int(fields[2]))
     if word in _LISTS and (fields or word == "out"):
         return _LISTS[word](tuple(fields))
@@ -560,7 +565,7 @@ def _instruction(line: str, number: int) -> Instruction:
 def format_bytes(count: float) -> str:
     """1536 → '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+        if round(count, 1) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")

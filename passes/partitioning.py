@@ -7,7 +7,8 @@ solver works near 1. Terms are those of ``problem.py``. Equations, each added by
 - Σ_g x[k, g] = 1 where t[k, g] is finite; pins fix x                                        :meth:`_Model.assign`
 - y[f, u, g] ≥ x[source, u] + x[reader, g] − 1, for each reader; the source of an input, and the reader "home" of an
   output, are constants; one y per destination, however many readers                          :meth:`_Model.move`
-- r[w, g] ≥ x[k, g] for each k that reads w; Σ_w bytes · r + inflight · peak ≤ memory of g     :meth:`_Model.fit`
+- r[w, g] ≥ x[k, g] for each k that reads w; u[g] ≥ x[k, g]; Σ_w bytes · r + inflight · peak · u ≤ memory of g
+                                                                                               :meth:`_Model.fit`
 - throughput: C ≥ Σ_k t x[k, g] and C ≥ Σ m y at g, or C ≥ their sum without overlap           :meth:`_Model.throughput`
 - latency, with s[k] the start of k and a[g, k] the time when g has finished the kernels up to k:  :meth:`_Model.latency`
   a[g, k] ≥ a[g, k−1]; a[g, k] ≥ s[k] + t[k, g] x[k, g] − B (1 − x[k, g]); s[k] ≥ a[g, k−1] − B (1 − x[k, g]);
@@ -124,7 +125,7 @@ def pinned(graph: KernelGraph, pins: Mapping[str, str]) -> dict[str, str]:
     """Kernel → device for the kernels that ``pins`` name.
 
     Raises:
-        PlanError: a pattern matches no kernel and no module.
+        PlanError: a pattern matches no kernel and no module, or two patterns want one kernel on different devices.
     """
     result: dict[str, str] = {}
     for pattern, device in pins.items():
@@ -132,7 +133,11 @@ def pinned(graph: KernelGraph, pins: Mapping[str, str]) -> dict[str, str]:
         if not hit:
             modules = sorted({k.module for k in graph.kernels if k.module})
             raise PlanError(f"pin {pattern!r} matches no kernel and no module; modules here: {', '.join(modules[:12]) or 'none'}")
-        result.update(dict.fromkeys(hit, device))
+        for kernel in hit:
+            if result.setdefault(kernel, device) != device:
+                raise PlanError(
+                    f"kernel {kernel!r} is pinned to {result[kernel]!r} and, by {pattern!r}, to {device!r}; drop one pin"
+                )
     return result
 
 
@@ -207,40 +212,45 @@ def _solve(
 ) -> tuple[list[int], float, str]:
     best, best_value = _incumbent(problem, allowed, score)
     bound = _simple_bound(problem, allowed, objective)
-    if best is not None and best_value <= bound * (1 + 1e-9):
-        return best, bound, "optimal"
-    if len(problem.devices) == 1:
-        if best is None:
-            return [0] * len(problem.kernels), bound, "given"  # The caller reports what does not fit.
+    if best is not None and (len(problem.devices) == 1 or best_value <= bound * (1 + 1e-9)):
         return best, best_value, "optimal"
-    exact = objective == "throughput" or len(problem.kernels) <= _LATENCY_MILP_KERNELS
-    status = "heuristic"
-    if best is None or (exact and time_limit > 0):
-        model = _Model(problem, allowed)
-        model.assign()
-        model.move(weighted=objective == "throughput")
-        model.fit()
-        if exact and objective == "throughput":
-            model.throughput()
-        elif exact:
-            model.latency(best_value if best is not None else float(np.where(allowed, problem.times, 0).sum() * 2 + 1e6))
-        found, dual, solved = model.solve(time_limit if time_limit > 0 else 1.0, gap if exact else 1.0)
-        if found is not None:
-            value = score(evaluate(problem, found))
-            if value < best_value:
-                best, best_value = found, value
-        if solved == "infeasible":
-            raise _does_not_fit(problem, None)
-        if exact and dual is not None:
-            bound = max(bound, min(dual, best_value))
-            status = "optimal" if best is not None and best_value - bound <= gap * best_value + 1e-9 else "time limit"
+    if best is None and len(problem.devices) == 1:
+        raise _does_not_fit(problem, evaluate(problem, [0] * len(problem.kernels)))
     if best is None:
-        raise PlanError(f"no plan found within {time_limit} s; raise time_limit")
-    if status != "optimal":
+        best = _any_that_fits(problem, allowed, time_limit)
+        best_value = score(evaluate(problem, best))
+    status = "heuristic"
+    if time_limit > 0 and (objective == "throughput" or len(problem.kernels) <= _LATENCY_MILP_KERNELS):
+        finite = problem.times[np.isfinite(problem.times) & (problem.times > 0)]
+        mean = float(finite.mean()) if finite.size else 1.0
+        model = _Model(problem, allowed, mean if objective == "throughput" else best_value / 100)
+        if objective == "throughput":
+            model.move()
+            model.throughput()
+        else:
+            # Twice the makespan to beat: with exactly that HiGHS loses optimal plans to rounding, or fails.
+            model.latency(2 * best_value)
+        found, dual, solved = model.solve_fitting(time_limit, gap)
+        if found is not None and (value := score(evaluate(problem, found))) < best_value:
+            best, best_value = found, value
+        if dual is not None:
+            bound = max(bound, min(dual, best_value))
+        status = solved if solved == "time limit" else "heuristic"
+    if best_value - bound > max(gap, 1e-6) * best_value:
         best, best_value = _improve(problem, allowed, score, best, best_value, min(1.0, max(0.0, time_limit)))
-        if best_value - bound <= gap * best_value + 1e-9:
-            status = "optimal"
+    if best_value - bound <= max(gap, 1e-6) * best_value + 1e-9:
+        status = "optimal"
     return best, bound, status
+
+
+def _any_that_fits(problem: Problem, allowed: np.ndarray, time_limit: float) -> list[int]:
+    """A placement that fits into memory, where no simple plan does."""
+    found, _, solved = _Model(problem, allowed, 1.0).solve_fitting(max(time_limit, 1.0), 1.0)
+    if found is not None:
+        return found
+    if solved == "time limit":
+        raise PlanError(f"no placement that fits into memory was found within {max(time_limit, 1.0)} s; raise time_limit")
+    raise _does_not_fit(problem, None)
 
 
 def _incumbent(problem: Problem, allowed: np.ndarray, score: Callable[[Evaluation], float]) -> tuple[list[int] | None, float]:
@@ -344,12 +354,11 @@ def _path_bound(problem: Problem, allowed: np.ndarray, fastest: np.ndarray) -> f
 class _Model:
     """The program in sparse rows; see the equations at the top of this file."""
 
-    def __init__(self, problem: Problem, allowed: np.ndarray) -> None:
+    def __init__(self, problem: Problem, allowed: np.ndarray, unit: float) -> None:
         self.problem = problem
         self.allowed = allowed
         self.kernels, self.devices = len(problem.kernels), len(problem.devices)
-        finite = problem.times[np.isfinite(problem.times) & (problem.times > 0)]
-        self.unit = float(finite.mean()) if finite.size else 1.0
+        self.unit = unit or 1.0
         self.rows: list[tuple[list[int], list[float], float, float]] = []
         self.lower: list[float] = []
         self.upper: list[float] = []
@@ -359,6 +368,9 @@ class _Model:
                 self._variable(0.0, float(allowed[k, g]), integral=True)
         self.goal = self._variable(0.0, np.inf)
         self.moved: list[tuple[int, int, int, int]] = []  # (flow, source device, target device, variable)
+        self.held: dict[tuple[int, int], int] = {}  # (resident, device) → variable
+        self.assign()
+        self.fit()
 
     def _variable(self, lower: float, upper: float, integral: bool = False) -> int:
         self.lower.append(lower)
@@ -379,10 +391,7 @@ class _Model:
         for k in range(self.kernels):
             self._row([(self._x(k, g), 1.0) for g in range(self.devices)], 1.0, 1.0)
 
-    def move(self, weighted: bool) -> None:
-        """Adds y and its rows; without ``weighted`` (nothing counts transfers) there is nothing to add."""
-        if not weighted:
-            return
+    def move(self) -> None:
         for f, flow in enumerate(self.problem.flows):
             for u in range(self.devices):
                 if flow.source == HOME and u != 0:
@@ -414,17 +423,50 @@ class _Model:
         for g, device in enumerate(self.problem.cluster.devices):
             if total + activations <= device.memory:
                 continue  # Everything fits here: no row can bind.
+            scale = max(1, device.memory)
             terms: list[tuple[int, float]] = []
-            base = activations
-            for _, nbytes, readers, state in self.problem.residents:
+            base = 0
+            if g == 0:
+                base = activations
+            elif activations:
+                used = self._variable(0.0, 1.0)
+                for k in range(self.kernels):
+                    self._row([(used, 1.0), (self._x(k, g), -1.0)], lower=0.0)
+                terms.append((used, activations / scale))
+            for w, (_, nbytes, readers, state) in enumerate(self.problem.residents):
                 if state and g == 0:
                     base += nbytes
                     continue
-                here = self._variable(0.0, 1.0)
+                here = self.held[w, g] = self._variable(0.0, 1.0)
                 for k in readers:
                     self._row([(here, 1.0), (self._x(k, g), -1.0)], lower=0.0)
-                terms.append((here, nbytes / 2**20))
-            self._row(terms or [(self.goal, 0.0)], upper=(device.memory - base) / 2**20)
+                terms.append((here, nbytes / scale))
+            # HiGHS forgives 1e-6 a row. The row leaves that much room, so that rounding cuts off nothing that fits;
+            # `solve_fitting` cuts off what does not.
+            self._row(terms or [(self.goal, 0.0)], upper=(device.memory - base) / scale + (1e-6 if terms else 0.0))
+
+    def exclude(self, placement: Sequence[int]) -> bool:
+        """Adds rows that cut off residents too many for a device, as in ``placement``; False if all of them fit."""
+        loads = evaluate(self.problem, placement).loads
+        added = False
+        for g, device in enumerate(self.problem.cluster.devices):
+            over = loads[device.name].memory_bytes - device.memory
+            if over <= 0:
+                continue
+            cover = [
+                w for (w, h), _ in self.held.items() if h == g and any(placement[k] == g for k in self.problem.residents[w][2])
+            ]
+            for w in sorted(cover, key=lambda w: self.problem.residents[w][1]):
+                nbytes = self.problem.residents[w][1]
+                if nbytes < over:  # Without it the rest is still too much: a smaller set cuts off more.
+                    cover.remove(w)
+                    over -= nbytes
+            if not cover:
+                continue
+            # Not all of the cover together (activations are there with any one of its readers).
+            self._row([(self.held[w, g], 1.0) for w in cover], upper=len(cover) - 1.0)
+            added = True
+        return added
 
     def throughput(self) -> None:
         for g in range(self.devices):
@@ -493,8 +535,19 @@ class _Model:
                     us = self.problem.us(u, g, nbytes) / self.unit
                     self._row([*ready, (self._x(source, u), -us), (self._x(reader, g), -us)], lower=-us)
 
+    def solve_fitting(self, time_limit: float, gap: float) -> tuple[list[int] | None, float | None, str]:
+        """(placement that fits or None, proven bound in µs or None, "optimal" | "time limit" | "infeasible" | "failed")."""
+        deadline = time.perf_counter() + time_limit
+        while True:
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                return None, None, "time limit"
+            found, bound, status = self.solve(left, gap)
+            if found is None or not self.exclude(found):
+                return found, bound, status
+
     def solve(self, time_limit: float, gap: float) -> tuple[list[int] | None, float | None, str]:
-        """(placement or None, proven bound in µs or None, status)."""
+        """One run of the solver; its placement may exceed memory by a hair."""
         size = len(self.lower)
         counts = [len(columns) for columns, _, _, _ in self.rows]
         matrix = sparse.csr_array(
@@ -516,11 +569,10 @@ class _Model:
             ),
             options={"time_limit": time_limit, "mip_rel_gap": gap, "disp": False},
         )
-        if result.status == 2:
-            return None, None, "infeasible"
+        status = {0: "optimal", 1: "time limit", 2: "infeasible"}.get(result.status, "failed")
         dual = getattr(result, "mip_dual_bound", None)
-        bound = None if dual is None or not np.isfinite(dual) else float(dual) * self.unit
+        bound = None if dual is None or not np.isfinite(dual) or status == "infeasible" else float(dual) * self.unit
         if result.x is None:
-            return None, bound, "time limit"
+            return None, bound, status
         x = result.x[: self.kernels * self.devices].reshape(self.kernels, self.devices)
-        return [int(g) for g in x.argmax(axis=1)], bound, "solved"
+        return [int(g) for g in x.argmax(axis=1)], bound, status

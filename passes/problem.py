@@ -8,9 +8,9 @@ m[v, u, g] = latency + bytes / bandwidth + price of a cut the time to move value
 - throughput: W[g] = max(T[g], M[g]) where transfers overlap compute, T[g] + M[g] where they can't; bottleneck = max_g W[g]
 - latency: the makespan of list scheduling in the lowered order: a kernel starts when its device has finished the kernels
   before it and its inputs have arrived; a value arrives m after it was made; links do not queue.
-- memory of g: weights, constants and state of the kernels on g, plus ``inflight`` times the graph's peak of live
-  activations. A lane runs its kernels in the lowered order, so it never holds more at once than is live at one point of
-  that order; the peak over the whole graph is therefore an upper bound for each lane.
+- memory of g: weights, constants and state of the kernels on g, plus, where any kernel runs there or it is home, ``inflight``
+  times the graph's peak of live activations. A lane runs its kernels in the lowered order, so it never holds more at once than is
+  live at one point of that order; the peak over the whole graph is therefore an upper bound for each lane.
 
 Inputs start on the home device (the cluster's first); outputs and overwritten state end there.
 """
@@ -208,7 +208,8 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         finish[k] = free_at[g] = start + float(problem.times[k, g])
     makespan = max([*finish, *(finish[s] + us for s, us in ends if s != HOME)], default=0.0)
 
-    memory = [problem.activation_bytes * problem.inflight] * count
+    used = {0, *placement}
+    memory = [problem.activation_bytes * problem.inflight if g in used else 0 for g in range(count)]
     for _, nbytes, readers, state in problem.residents:
         for g in {placement[r] for r in readers} | ({0} if state else set()):
             memory[g] += nbytes

@@ -46,6 +46,7 @@ def _check_shape(program: Program, graph: KernelGraph, plan: Plan) -> None:
     runs: dict[str, int] = {}
     segments: set[str] = set()
     known = set(graph.values)
+    kernels = {k.name for k in graph.kernels}
     for index, _, instruction in program:
         where = f"lane {index}, '{instruction.to_text()}'"
         if isinstance(instruction, Run):
@@ -53,8 +54,8 @@ def _check_shape(program: Program, graph: KernelGraph, plan: Plan) -> None:
                 raise ProgramError(f"{where}: segment {instruction.segment} runs twice")
             segments.add(instruction.segment)
             for kernel in instruction.kernels:
-                if kernel not in plan.placement:
-                    raise ProgramError(f"{where}: no kernel {kernel!r} in the plan")
+                if kernel not in plan.placement or kernel not in kernels:
+                    raise ProgramError(f"{where}: no kernel {kernel!r} in the plan and its graph")
                 if kernel in runs:
                     raise ProgramError(f"{where}: kernel {kernel} runs twice")
                 runs[kernel] = index
@@ -135,13 +136,17 @@ class _Machine:
             self._run(lane.index, instruction)
         elif isinstance(instruction, Hold):
             for value in instruction.values:
-                if not self.graph.resident(value) or lane.index == self.home:
+                if not self.graph.resident(value) or lane.index == self.home or self.graph.producer(value) is not None:
                     raise self._error(lane.index, instruction, f"{value} is not something that this lane can keep a replica of")
+                if value in self.memory[lane.index]:
+                    raise self._error(lane.index, instruction, f"{value} is already here")
                 self.memory[lane.index][self.graph.values[value].storage] = value
         elif isinstance(instruction, Free):
             for value in instruction.values:
                 if value not in self.owned[lane.index]:
                     raise self._error(lane.index, instruction, f"{value} is not this lane's to free, or was freed before")
+                if lane.index == self.home and value in (self.out or ()):
+                    raise self._error(lane.index, instruction, f"{value} was handed out")
                 self.owned[lane.index].remove(value)
                 del self.memory[lane.index][value]
         elif isinstance(instruction, Out):

@@ -19,6 +19,7 @@ from ..passes.errors import ProgramError
 from ..passes.ir import Free, Hold, KernelGraph, Out, Program, Recv, Run, Send, Signal, Wait, segment_values
 from .codegen import Codegen, Compiled, constants, lookup
 from .lane_pool import shared_pool
+from .pacing import Pace, PacedRequest
 from .replicas import Replica, Sighting, at_exit, own_copy, sight
 
 
@@ -45,6 +46,7 @@ class CpuLaneExecutor:
         codegen: compiles the segments; its ``threads`` should be the lanes'.
         threads: intra-operator threads of each lane; by default the caller's setting divided among the lanes.
         poison: for tests: fill storage with NaN when it is freed, so that any use of it shows.
+        pace: emulate modelled devices: runs and transfers take their modelled time, scaled.
         progress: wraps the segments to be compiled, with a title, for a progress bar.
 
     Attributes:
@@ -59,11 +61,13 @@ class CpuLaneExecutor:
         *,
         threads: int | None = None,
         poison: bool = False,
+        pace: Pace | None = None,
         progress: Callable[[Sequence[Any], str], Iterable[Any]] = lambda items, _: items,
     ) -> None:
         self.graph = graph
         self.program = program
         self.poison = poison
+        self.pace = pace
         self.runs = 0
         self._count_lock = threading.Lock()
         self.lanes = len(program.lanes)
@@ -99,7 +103,7 @@ class CpuLaneExecutor:
         inputs = dict(zip(self.graph.inputs, args, strict=True))
         args.clear()
         hosts = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
-        request = _Request(self.lanes)
+        request = _Request(self.lanes, self.pace.begin(self.lanes) if self.pace is not None else None)
         envs: list[dict[str, Any]] = [dict(hosts) for _ in range(self.lanes)]
         home = envs[self.home] = {**self._constants, **inputs}
         request.seen = {v: sight(home[v]) for v in self._held}
@@ -109,6 +113,8 @@ class CpuLaneExecutor:
             self._on_lanes(envs, request)
         for lane, value, use in request.written_replicas:
             at_exit(inputs[value], partial(self.replicas[lane][value].mark, use))
+        if self.pace is not None and request.paced is not None:
+            self.pace.add(request.paced)
         results = iter(self._finish.call([lookup(home, name) for name in self._finish.inputs]))
         with self._count_lock:
             self.runs += 1
@@ -153,6 +159,8 @@ class CpuLaneExecutor:
                     device = self.program.lanes[lane].device
                     error.add_note(f"in segment {segment.name} ({' '.join(segment.kernels)}) on lane {lane} ({device})")
                     raise
+                if request.paced is not None:
+                    request.paced.ran(lane, segment.name)
                 env.update(zip(segment.outputs, results, strict=True))
                 for storage, version in segment.written:
                     env[version] = env[storage]
@@ -169,10 +177,15 @@ class CpuLaneExecutor:
                     env[instruction.value] = env[storage]
                 posting.payload = None
                 posting.taken.set()
+                if request.paced is not None:
+                    request.paced.received(lane, posting.arrival)
             elif isinstance(instruction, Signal):
                 request.post(lane, instruction.to, f"signal {instruction.kernel}", "", None)
             elif isinstance(instruction, Wait):
-                request.take(lane, instruction.source, f"signal {instruction.kernel}").taken.set()
+                posting = request.take(lane, instruction.source, f"signal {instruction.kernel}")
+                posting.taken.set()
+                if request.paced is not None:
+                    request.paced.received(lane, posting.arrival)
             elif isinstance(instruction, Hold):
                 for value in instruction.values:
                     replica = self.replicas[lane][value]
@@ -194,12 +207,14 @@ class CpuLaneExecutor:
 class _Posting:
     payload: Any
     taken: threading.Event
+    arrival: float = 0.0  # When it arrives in emulated time.
 
 
 class _Request:
     """What the lanes of one request share: an inbox each, and whether one of them has failed."""
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, lanes: int, paced: PacedRequest | None) -> None:
+        self.paced = paced
         self._inboxes = [threading.Condition() for _ in range(lanes)]
         self._arrived: list[dict[tuple[int, str], _Posting]] = [{} for _ in range(lanes)]
         self._pending: list[dict[str, list[_Posting]]] = [{} for _ in range(lanes)]
@@ -212,6 +227,8 @@ class _Request:
 
     def post(self, source: int, target: int, name: str, storage: str, payload: Any) -> None:
         posting = _Posting(payload, threading.Event())
+        if self.paced is not None:
+            posting.arrival = self.paced.sent(name, source, target)
         self._pending[source].setdefault(storage, []).append(posting)
         with self._inboxes[target]:
             self._arrived[target][source, name] = posting

@@ -30,7 +30,7 @@ def make_cluster(description: str | Cluster | None = None) -> Cluster:
     """
     if isinstance(description, Cluster):
         return description
-    return parse_cluster(description or "2xcpu", catalogue(), _this_machine)
+    return parse_cluster("2xcpu" if description is None else description, catalogue(), _this_machine)
 
 
 def _this_machine(name: str, sms: int | None) -> Device:

@@ -30,6 +30,7 @@ from .progress import progress
 from .reports import GraphReport, Report
 from .runtime.codegen import Codegen
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
+from .runtime.pacing import Pace
 from .runtime.profile_cache import ProfileCache
 from .runtime.profiler import needs_real_call, profile
 from .runtime.replicas import watch_call
@@ -79,6 +80,13 @@ class CompiledGraph:
         assert executor is not None
         return executor(args)
 
+    def current_report(self) -> GraphReport:
+        """The report, with what emulated requests have shown so far."""
+        assert self.report is not None
+        if self.executor is None or self.executor.pace is None:
+            return self.report
+        return replace(self.report, emulation=self.executor.pace.result())
+
     def build(self, real: Sequence[Any] | None) -> None:
         """The pipeline from the dependence graph on.
 
@@ -116,9 +124,10 @@ class CompiledGraph:
                 at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
                 executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
             else:
-                executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, progress=progress)
+                pace = Pace(kernels, program, times, self.cluster, options.pace) if options.pace else None
+                executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, pace=pace, progress=progress)
         fallbacks = tuple(codegen.fallbacks.values())
-        self.report = GraphReport(self.number, kernels, ddg, times, plan, program, self._seconds, fallbacks)
+        self.report = GraphReport(self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks)
         self.executor = executor
 
     @contextlib.contextmanager
@@ -202,7 +211,7 @@ def executors(compiled: Any) -> list[CpuLaneExecutor]:
 
 def _report_of(graphs: Sequence[CompiledGraph | str]) -> Report:
     return Report(
-        tuple(g.report for g in graphs if isinstance(g, CompiledGraph) and g.report is not None),
+        tuple(g.current_report() for g in graphs if isinstance(g, CompiledGraph) and g.report is not None),
         tuple(g for g in graphs if isinstance(g, str)),
     )
 

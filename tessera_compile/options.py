@@ -32,6 +32,8 @@ class Options:
         profile: ``measure`` or ``model``.
         codegen: ``inductor``, ``eager`` (the same segments uncompiled), ``null`` (compute nothing, return the right shapes).
         time_limit, gap: when the solver may stop: seconds, relative gap.
+        pace: on a cluster of data-sheet GPUs, let each run and transfer take its modelled time multiplied by this; 0: off.
+            What comes of it is emulated, and says so.
         inflight: requests whose activations the plan keeps room for.
         dryrun: plan and report, build nothing: calls run uncompiled on one lane. A path also writes the report there as JSON.
         strict: raise where there would be a fallback with a warning.
@@ -47,6 +49,7 @@ class Options:
     codegen: str = "inductor"
     time_limit: float = 10.0
     gap: float = 1e-3
+    pace: float = 0.0
     inflight: int = 1
     dryrun: bool | str = False
     strict: bool = False
@@ -118,13 +121,18 @@ class Options:
             raise OptionsError(f"planner={planner!r}; it takes {', '.join(_PLANNERS)}")
         number("time_limit", (int, float), lambda v: v >= 0, "seconds, 0 or more")
         number("gap", (int, float), lambda v: 0 <= v < 1, "a number from 0 up to 1")
+        number("pace", (int, float), lambda v: 0 <= v < float("inf"), "a factor, 0 for none")
         number("inflight", int, lambda v: v >= 1, "a whole number from 1")
         number("seed", int, lambda v: v >= 0, "a whole number from 0")
         if not isinstance(self.strict, bool):
             raise OptionsError(f"strict={self.strict!r}; it takes True or False")
         if not isinstance(self.dryrun, (bool, str)):
             raise OptionsError(f"dryrun={self.dryrun!r}; it takes True, False or a path")
-        names = set(self.resolved_cluster().names)
+        cluster = self.resolved_cluster()
+        names = set(cluster.names)
+        real = [d.name for d in cluster.devices if d.kind != "modelled"]
+        if self.pace and real:
+            raise OptionsError(f"pace={self.pace!r}: {', '.join(real)} runs in its own time; name data-sheet GPUs only")
         for pattern, device in self.pins:
             if device not in names:
                 raise OptionsError(f"pins: {pattern!r} → {device!r}, which is not in the cluster ({', '.join(sorted(names))})")

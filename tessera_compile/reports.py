@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -9,8 +10,11 @@ from dataclasses import asdict, dataclass, field
 
 import networkx as nx
 
+from .passes.cluster import Cluster
 from .passes.dependence import add_edge
 from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
+from .runtime.pacing import Emulation
+from .runtime.roofline import ceiling
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,13 @@ class GraphReport:
     number: int
     kernels: KernelGraph
     ddg: nx.DiGraph = field(compare=False)
+    cluster: Cluster
     profile: Profile
     plan: Plan
     program: Program
     seconds: Mapping[str, float]
     fallbacks: tuple[str, ...] = ()
+    emulation: Emulation | None = None
 
     def to_text(self) -> str:
         plan, graph = self.plan, self.kernels
@@ -40,6 +46,11 @@ class GraphReport:
         lines.append(f"  seconds: {times}")
         how = sorted({t.source for row in self.profile.times.values() for t in row.values()})
         lines.append(f"  times are {' and '.join(how)}")
+        lines += [f"  {line}" for line in self._ceilings()]
+        if self.emulation is not None:
+            predicted = self.plan.makespan_us
+            ratio = f" ({self.emulation.mean_us / predicted:.3f}× the plan's makespan)" if predicted else ""
+            lines.append(f"  {self.emulation.to_text()}{ratio}")
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
         return "\n".join([*lines, "", self.table()])
 
@@ -80,7 +91,17 @@ class GraphReport:
             "program": self.program.to_text(),
             "seconds": dict(self.seconds),
             "fallbacks": list(self.fallbacks),
+            "emulation": None if self.emulation is None else asdict(self.emulation),
+            "cluster": json.loads(self.cluster.to_json()),
         }
+
+    def _ceilings(self) -> list[str]:
+        """What any mix of kernels could gain at most on each pair of unlike data-sheet GPUs, by their figures alone."""
+        types = list({d.type: d for d in self.cluster.devices if d.kind == "modelled"}.values())
+        return [
+            f"ceiling by data sheet: no mix of kernels on {a.type} and {b.type} gains over {ceiling(a, b):.3f}× replicas"
+            for a, b in itertools.combinations(types, 2)
+        ]
 
 
 def _verdict(plan: Plan) -> str:
@@ -129,11 +150,13 @@ class Report:
                     g["number"],
                     kernels,
                     ddg,
+                    Cluster.from_json(json.dumps(g["cluster"])),
                     Profile.from_json(json.dumps(g["profile"])),
                     Plan.from_json(json.dumps(g["plan"])),
                     Program.from_text(g["program"]),
                     g["seconds"],
                     tuple(g["fallbacks"]),
+                    Emulation(**g["emulation"]) if g["emulation"] else None,
                 )
             )
         return cls(tuple(graphs), tuple(data["fallbacks"]))

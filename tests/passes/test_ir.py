@@ -249,6 +249,8 @@ def test_profile_json_round_trip():
     )
     assert Profile.from_json(profile.to_json()) == profile
     assert Profile.from_json(Profile({}).to_json()) == Profile({})
+    priced = replace(profile, calibration={"d0": 0.8}, cut_us={"d1": 2.5})
+    assert Profile.from_json(priced.to_json()) == priced != profile
 
 
 def test_profile_look_ups():

@@ -114,6 +114,22 @@ def test_links_may_differ_by_direction():
     assert result.makespan_us == 1 + 5 + (5 + 10)
 
 
+def test_a_cut_costs_what_the_dearer_end_loses():
+    profile = replace(profile_of([[10, 100], [100, 10]]), cut_us={"d0": 3.0, "d1": 0.5})
+    for objective, value in (("throughput", 10), ("latency", 10 + 5 + 10 + 5)):
+        result = partition(synthetic([(0, 1)], 2), profile, cpus(2), objective=objective, gap=1e-9)
+        assert on(result) == [0, 1]
+        assert result.value_us == value
+        assert [load.transfer_us for load in result.loads.values()] == [10, 10]
+    # A signal ends a segment as a value does: 1 µs of latency and 3 of the cut.
+    ordered = synthetic([], 2, effects=(0, 1), reads_input=(), outputs=[])
+    result = partition(ordered, profile, cpus(2), placement={"k0": "d0", "k1": "d1"})
+    assert result.makespan_us == 10 + 4 + 10
+    # Cuts so dear that one device does it all.
+    profile = replace(profile, cut_us={"d1": 1000.0})
+    assert partition(synthetic([(0, 1)], 2), profile, cpus(2)).placement == {"k0": "d0", "k1": "d0"}
+
+
 def test_memory_forces_the_weights_apart():
     # Activations peak at 3000 (x, v0, v1) on each device; both weights would need 15000.
     ddg = synthetic([(0, 1)], 2, weights={"a": (6000, [0]), "b": (6000, [1])})
@@ -486,6 +502,9 @@ def measure(ddg, profile, cluster, x, inflight, overlap):
     us = [[profile.times[k.name][d].us if d in profile.times[k.name] else np.inf for d in names] for k in graph.kernels]
     latency = np.array([[0.0 if a == b else cluster.links[a, b].latency_us for b in names] for a in names])
     us_a_byte = np.array([[0.0 if a == b else 1e-3 / cluster.links[a, b].gb_per_s for b in names] for a in names])
+    # A transfer ends a segment at both ends; the dearer end counts.
+    cut = [profile.cut_us.get(d, 0.0) for d in names]
+    latency += np.array([[0.0 if a == b else max(cut[a], cut[b]) for b in devices] for a in devices])
     spent = [np.asarray(us[k])[x[:, k]] for k in range(count)]
 
     compute = np.zeros((many, len(names)))
@@ -544,7 +563,8 @@ def measure(ddg, profile, cluster, x, inflight, overlap):
     for maker, took in last:
         makespan = np.maximum(makespan, finish[maker] + took)
 
-    memory = np.full((many, len(names)), inflight * most_live(graph), dtype=np.int64)
+    used = np.stack([(x == g).any(axis=1) | (g == 0) for g in devices], axis=1)
+    memory = used * np.int64(inflight * most_live(graph))
     for value in graph.values.values():
         if value.origin in ("weight", "constant", "state") and value.storage == value.name:
             for g in devices:
@@ -626,6 +646,8 @@ def random_case(seed, count=None, devices=None, *, memory=True, missing=True):
             if g == k % devices or not missing or draw.random() < 0.9
         }
     profile = Profile.of(times)
+    if seed % 4 == 3:
+        profile = replace(profile, cut_us={d: g + 0.5 + seed % 3 for g, d in enumerate(names[seed % 2 :])})
     inflight, overlap = draw.choice((1, 1, 3)), draw.random() < 0.5
     options = {"objective": draw.choice(("throughput", "latency")), "inflight": inflight, "overlap": overlap, "time_limit": 30.0}
     every = every_placement(count, devices)
@@ -732,7 +754,10 @@ def value_of(case, profile=None, cluster=None):
 @pytest.mark.parametrize("seed", range(3000, 3006))
 def test_time_has_no_unit(seed, factor):
     case = random_case(seed)
-    slower = Profile.of({k: {d: t.us * factor for d, t in row.items()} for k, row in case.profile.times.items()})
+    slower = replace(
+        Profile.of({k: {d: t.us * factor for d, t in row.items()} for k, row in case.profile.times.items()}),
+        cut_us={d: us * factor for d, us in case.profile.cut_us.items()},
+    )
     scaled = value_of(case, slower, faster_cluster(case.cluster, 1 / factor))
     assert scaled == pytest.approx(factor * value_of(case), rel=1e-6)
 
@@ -746,7 +771,8 @@ def test_more_memory_a_faster_device_or_faster_links_never_hurt(seed):
     assert value_of(case, cluster=faster_cluster(case.cluster, 3)) <= at_most
     for device in case.cluster.names:
         quick = {k: {d: t.us / 2 if d == device else t.us for d, t in row.items()} for k, row in case.profile.times.items()}
-        assert value_of(case, Profile.of(quick)) <= at_most
+        assert value_of(case, replace(case.profile, times=Profile.of(quick).times)) <= at_most
+    assert value_of(case, replace(case.profile, cut_us={})) <= at_most
 
 
 @pytest.mark.parametrize("seed", range(5000, 5006))

@@ -22,13 +22,13 @@ def even(count, devices):
 @pytest.mark.parametrize(
     ("rows", "device"),
     [
-        ([[9, 5], [1, 4]], "d1"),  # 10 against 9
+        ([[19, 5], [1, 4]], "d1"),  # 20 against 9 and 4 for transfers
         ([[5, 9], [4, 1]], "d0"),
         ([[1, 1], [1, 1]], "d0"),  # Home, where they are equal.
         ([[1, 50], [None, 50]], "d1"),  # The fast one cannot run k1.
     ],
 )
-def test_single_takes_the_device_whose_sum_is_least(rows, device):
+def test_single_takes_the_device_with_the_least_makespan(rows, device):
     assert place("single", synthetic([(0, 1)], 2), profile_of(rows), cpus(2)) == {"k0": device, "k1": device}
 
 
@@ -72,3 +72,14 @@ def test_every_placement_can_be_planned_and_scheduled(planner):
     plan = partition(ddg, profile, cluster, placement=placement, planner=planner)
     assert (plan.placement, plan.planner, plan.status) == (placement, planner, "given")
     verify(schedule(ddg, plan), ddg, plan)
+
+
+def test_single_prefers_a_device_that_holds_the_graph():
+    ddg = synthetic([(0, 1)], 2, weights={"w": (9000, [0])})
+    cluster = cpus(2).with_memory({"d0": 8000})
+    assert place("single", ddg, even(2, 2), cluster) == {"k0": "d1", "k1": "d1"}
+
+
+def test_single_where_no_device_can_run_everything():
+    with pytest.raises(PlanError, match="no one device"):
+        place("single", synthetic([(0, 1)], 2), profile_of([[1, None], [None, 1]]), cpus(2))
