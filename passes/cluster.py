@@ -214,7 +214,7 @@ def cluster_from_table(
     for entry in table["device"]:
         _check_keys(entry, _DEVICE_KEYS, "[[device]]")
         devices += _devices_of(entry, catalogue, resolve)
-    names = {d.name for d in devices}
+    names = [d.name for d in devices]
     links: dict[tuple[str, str], Link] = {}
     if "link" in table:
         _check_keys(table["link"], _LINK_KEYS - {"from", "to", "both_ways"}, "[link]")

@@ -48,7 +48,8 @@ def extract(graph: KernelGraph, kernels: Iterable[str], outputs: Sequence[str]) 
     members = {node for k in kernels for node in graph[k].nodes}
     written = {v for k in kernels for v in graph[k].writes}
     position = _positions(graph)
-    outputs = [o for o in outputs if o not in graph.values or graph.values[o].storage == o]
+    # A new version of an overwritten input is made in place: there is nothing to return.
+    outputs = [o for o in outputs if not (o in members and graph.values[o].storage != o)]
 
     # Members in graph order, each preceded by the free nodes that it needs: an order, and hence a key, that depends on the
     # structure of the piece alone and not on where it stood in the graph.

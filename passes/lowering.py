@@ -612,7 +612,7 @@ def _module_path(members: list[fx.Node]) -> str:
     for node in members:
         stack = node.meta.get("nn_module_stack")
         if stack:
-            path = re.sub(r"^L\['\w+'\]", "", str(list(stack.values())[-1][0]))
+            path = re.sub(r"^L\['\w+'\](\[\d+\])*", "", str(list(stack.values())[-1][0]))
             path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
             path = path.replace("._modules", "").strip(".")
             if path:

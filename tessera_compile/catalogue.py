@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from .passes.cluster import Cluster, Device, parse_cluster
+from .passes.cluster import Cluster, Device, cluster_from_table, parse_cluster
 from .passes.errors import ClusterError
 
 #: Nominal figures of one CPU core, used only where a kernel cannot be timed: fused multiply-adds of 8 floats, a share of memory.
@@ -23,13 +23,19 @@ def catalogue() -> Mapping[str, Mapping[str, Any]]:
 
 
 def make_cluster(description: str | Cluster | None = None) -> Cluster:
-    """A cluster from its string; None gives two CPU lanes.
+    """A cluster from its string, or from the TOML file that the string names; None gives two CPU lanes.
 
     Raises:
-        ClusterError: names the item that cannot be read.
+        ClusterError: names the item, key or file that cannot be read.
     """
     if isinstance(description, Cluster):
         return description
+    if description is not None and description.endswith(".toml"):
+        try:
+            with open(description, "rb") as file:
+                return cluster_from_table(tomllib.load(file), catalogue(), _this_machine)
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ClusterError(f"cannot read the cluster file {description}: {error}") from error
     return parse_cluster("2xcpu" if description is None else description, catalogue(), _this_machine)
 
 

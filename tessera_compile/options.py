@@ -23,7 +23,8 @@ class Options:
     """Options of the backend; all have defaults.
 
     Attributes:
-        cluster: devices to plan for (see ``passes/cluster.py`` for the grammar), or a :class:`Cluster`; None: two CPU lanes.
+        cluster: devices to plan for (``passes/cluster.py`` has the grammar), the path of a TOML file, or a :class:`Cluster`;
+            None: two CPU lanes.
         policy: ``latency`` and ``auto`` run a plain call on the latency plan, ``throughput`` on the throughput plan.
         planner: ``milp``; ``single`` (the best one device); ``alternate`` and ``random:SEED``, for tests that any placement is
             correct; or the path of a saved plan.

@@ -86,6 +86,77 @@ def unet() -> Example:
     return Example(model.eval(), inputs)
 
 
+def mamba() -> Example:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2)
+    return Example(MambaForCausalLM(config).eval(), {"input_ids": _ids(128, 8), "use_cache": False})
+
+
+def qwen2_vl() -> Example:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+    tokens = {"vision_start_token_id": 120, "vision_end_token_id": 121, "image_token_id": 122, "video_token_id": 123}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    ids = _ids(119, 12)
+    ids[0, 2], ids[0, 3:7], ids[0, 7] = 120, 122, 121  # One image of 4 × 4 patches, merged two by two.
+    generator = torch.Generator().manual_seed(4)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 122).int(),
+        "use_cache": False,
+    }
+    return Example(Qwen2VLForConditionalGeneration(config).eval(), inputs)
+
+
+def vit() -> Example:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8
+    )
+    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    return Example(ViTForImageClassification(config).eval(), {"pixel_values": image})
+
+
+def dit() -> Example:
+    from diffusers import DiTTransformer2DModel
+
+    model = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2, sample_size=8, patch_size=2,
+        num_embeds_ada_norm=10,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(6)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 8, 8, generator=generator),
+        "timestep": torch.tensor([7]),
+        "class_labels": torch.tensor([3]),
+    }
+    return Example(model.eval(), inputs)
+
+
+def whisper() -> Example:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16, max_source_positions=32, max_target_positions=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    sound = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(7))
+    inputs = {"input_features": sound, "decoder_input_ids": _ids(128, 8), "use_cache": False}
+    return Example(WhisperForConditionalGeneration(config).eval(), inputs)
+
+
 MODELS: dict[str, Callable[[], Example]] = {
-    "llama": llama, "mixtral": mixtral, "bert": bert, "resnet50": resnet50, "t5": t5, "unet": unet,
+    "llama": llama, "mixtral": mixtral, "bert": bert, "resnet50": resnet50, "t5": t5, "unet": unet, "mamba": mamba,
+    "qwen2_vl": qwen2_vl, "vit": vit, "dit": dit, "whisper": whisper,
 }  # fmt: skip
