@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,8 @@ _MOVE = {"aten.cat", "aten.constant_pad_nd", "aten.slice_scatter", "aten.select_
 _REDUCE = {"aten._softmax", "aten._log_softmax", "aten.logsumexp", "aten.native_layer_norm", "aten.native_group_norm",
            "aten.var_mean", "aten.std_mean", "aten.aminmax", "prims.var", "prims.sum"}  # fmt: skip
 _RANDOM = {"prims.inductor_lookup_seed", "prims.inductor_random", "prims.inductor_randint"}
-_EFFECTS = {"aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten._print",
-            "aten.sym_constrain_range", "aten.sym_constrain_range_for_size"}  # fmt: skip
+_CHECKS = {"aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_constrain_range",
+           "aten.sym_constrain_range_for_size"}  # fmt: skip
 
 
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, static_inputs: Sequence[int] = ()) -> KernelGraph:
@@ -70,7 +70,7 @@ def is_free(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.op == "call_function" and is_free(source)
-    if torch_compat.is_higher_order(node.target) or packet(node) in _EFFECTS:
+    if torch_compat.is_higher_order(node.target) or packet(node) in _CHECKS:
         return False
     tensors = [a for a in node.all_input_nodes if not _is_scalar(a)]
     if _is_scalar(node):
@@ -84,14 +84,14 @@ def is_free(node: fx.Node) -> bool:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether ``node`` does more than compute its result: prints, asserts, draws from a generator, or mutates."""
+    """Whether the order of ``node`` among its like matters beyond its result: prints, draws from a generator, and writes."""
     if node.op != "call_function":
         return False
     if torch_compat.is_higher_order(node.target):
         return "effect" in str(node.target) or "print" in str(node.target)
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if packet(node) in _EFFECTS or node.target._schema.is_mutable:
+    if node.target._schema.is_mutable or packet(node) == "aten._print":
         return True
     return torch.Tag.nondeterministic_seeded in node.target.tags and not _never_drops(node)
 
@@ -151,10 +151,62 @@ def _prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModul
             node.meta["val"] = mode.from_tensor(value) if real else value
     if torch_compat.needs_decomposing(gm):
         gm = torch_compat.decompose(gm, [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"], mode)
-    gm = torch_compat.joint_graph_passes(gm, mode)
+    gm = _with_copies_last(gm, lambda g: torch_compat.joint_graph_passes(g, mode))
     if any(n.op == "call_function" and "val" not in n.meta for n in gm.graph.nodes):
         torch_compat.fake_propagate(gm, [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"], mode)
     return gm
+
+
+def _with_copies_last(gm: fx.GraphModule, passes: Callable[[fx.GraphModule], fx.GraphModule]) -> fx.GraphModule:
+    """Applies ``passes`` with the final copies into inputs taken out, as outputs, and puts them back.
+
+    Inductor's passes take an input for constant and drop clones of it, also where such a clone keeps the old content of an input
+    that is overwritten (two buffers that are swapped). A value that turns out to be an overwritten input is cloned again, before
+    all copies.
+    """
+    graph = gm.graph
+    output = next(iter(reversed(graph.nodes)))
+    copies = [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0].op == "placeholder"]
+    if not copies or any(set(n.users) - {output} for n in copies):
+        return passes(gm)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    targets = [inputs.index(n.args[0]) for n in copies]
+    single = not isinstance(output.args[0], (list, tuple))
+    returned = [output.args[0]] if single else list(output.args[0])
+    # A returned copy stands for its input; it is put back with the copy.
+    again = {position: copies.index(n) for position, n in enumerate(returned) if n in copies}
+    returned = [n.args[0] if n in copies else n for n in returned]
+    output.args = ((*returned, *(n.args[1] for n in copies)),)
+    metas = [(dict(n.meta), n.name) for n in copies]
+    for node in copies:
+        graph.erase_node(node)
+    gm = passes(gm)
+    graph = gm.graph
+    output = next(iter(reversed(graph.nodes)))
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    values = list(output.args[0])[len(returned) :]
+    overwritten = {inputs[i] for i in targets}
+    with graph.inserting_before(output):
+        for position, value in enumerate(values):
+            if isinstance(value, fx.Node) and any(s in overwritten for s in sources_through(value)):
+                values[position] = graph.call_function(torch.ops.aten.clone.default, (value,))
+                values[position].meta = dict(value.meta)
+        restored = []
+        for target, value, (meta, name) in zip(targets, values, metas, strict=True):
+            copy = graph.call_function(torch.ops.aten.copy_.default, (inputs[target], value))
+            copy.meta, copy.name = meta, name  # The name is free: its first owner was erased.
+            restored.append(copy)
+    kept = list(output.args[0])[: len(returned)]
+    for position, number in again.items():
+        kept[position] = restored[number]
+    output.args = (kept[0] if single else tuple(kept),)
+    gm.recompile()
+    return gm
+
+
+def sources_through(node: fx.Node) -> list[fx.Node]:
+    """``node`` itself if it is a placeholder, constant or kernel node, else what it is a view of."""
+    return sources(node) if node.op == "call_function" and is_free(node) else [node]
 
 
 def _known_target(target: Any) -> bool:
@@ -186,7 +238,7 @@ def _attribute(gm: fx.GraphModule, target: str) -> Any:
 
 def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not is_effect(node):
+        if node.op in ("call_function", "get_attr") and not node.users and not is_effect(node) and packet(node) not in _CHECKS:
             graph.erase_node(node)
 
 

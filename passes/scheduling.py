@@ -1,7 +1,8 @@
 """DDG + Plan → :class:`Program`: one instruction list a lane, correct under rendezvous sends.
 
 Kernels are walked in the lowered order. A lane's open segment ends *after* a kernel whose value leaves the device (so that
-the send need not wait for the rest) and *before* a kernel with a remote input that was produced after the segment began.
+the send need not wait for the rest) and *before* a kernel with a remote input that was produced after the segment began, or
+with a second effect.
 So every kernel of a segment comes, in the lowered order, before every kernel of a segment that depends on it across lanes.
 
 Each send stands before the next run of the lane that made its value, and its receive at the same point of a global order of
@@ -59,6 +60,9 @@ def _segments(
         lane = lane_of[kernel.name]
         remote = [position[p] for p in ddg.predecessors(kernel.name) if lane_of[p] != lane]
         if lane in open_at and any(p > position[open_at[lane][0]] for p in remote):
+            close(lane)
+        # A compiler may reorder two draws from one generator, or two prints, that it sees in one segment.
+        if kernel.effect and any(graph[k].effect for k in open_at.get(lane, ())):
             close(lane)
         open_at.setdefault(lane, []).append(kernel.name)
         leaves = any(lane_of[s] != lane for s in ddg.successors(kernel.name))
@@ -159,4 +163,6 @@ def _owned(graph: KernelGraph, value: str, is_home: bool) -> bool:
     """Whether the lane allocated the storage of ``value`` for this request alone."""
     if graph.values[value].storage != value or graph.resident(value):
         return False
-    return not is_home or graph.producer(value) is not None
+    if graph.producer(value) is None:
+        return not is_home and graph.values[value].device != "host"  # Sizes that the caller passed are on every lane.
+    return True

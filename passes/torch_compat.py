@@ -274,3 +274,8 @@ def inductor_config_key() -> str:
     from torch._inductor import config
 
     return hashlib.sha256(config.save_config_portable().__repr__().encode()).hexdigest()[:16]
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` with its negation bit flipped."""
+    return torch._neg_view(tensor)

@@ -20,6 +20,7 @@ from ..passes import torch_compat
 from ..passes.errors import FallbackError, TesseraWarning
 from ..passes.extraction import Piece, extract
 from ..passes.ir import KernelGraph
+from ..passes.lowering import is_free
 from .philox import inductor_randint, inductor_random, inductor_seeds
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class Codegen:
         fakes = [n.meta["val"] for n in piece.module.graph.nodes if n.op == "placeholder"]
         if not kernels:
             return eager_call(piece.module), "eager"  # Views and factories alone: nothing to compile.
+        if len(kernels) > 1 and _keeps_old_content(piece.module):
+            return self._chain(graph, piece, kernels), "chain"
         try:
             return torch_compat.inductor_compile_segment(_copy(piece.module), fakes, self.threads), "inductor"
         except Exception as error:
@@ -165,6 +168,23 @@ def eager_call(module: fx.GraphModule) -> Boxed:
     return call
 
 
+def _keeps_old_content(module: fx.GraphModule) -> bool:
+    """Whether an input's old content, cloned, is written into another input while the first is overwritten too.
+
+    Inductor drops such a clone; compiled kernel by kernel it survives.
+    """
+    copies = [n for n in module.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    overwritten = {n.args[0] for n in copies}
+
+    def kept(copy: fx.Node) -> bool:
+        node = copy.args[1]
+        while isinstance(node, fx.Node) and (node.target is torch.ops.aten.clone.default or is_free(node)):
+            node = node.args[0]
+        return node in overwritten and node is not copy.args[0]
+
+    return len(copies) > 1 and any(kept(n) for n in copies)
+
+
 def null_call(module: fx.GraphModule) -> Boxed:
     """Returns uninitialised tensors of the shapes that ``module`` would return."""
     placeholders = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
@@ -172,7 +192,10 @@ def null_call(module: fx.GraphModule) -> Boxed:
     values = [n.meta.get("val") for n in output.args[0]]
 
     def call(args: list[Any]) -> list[Any]:
-        symbols = {torch_compat.symbol_of(p): a for p, a in zip(placeholders, args, strict=True) if torch_compat.symbol_of(p)}
+        symbols: dict[Any, int] = {}
+        for fake, arg in zip(placeholders, args, strict=True):
+            sizes = zip(fake.shape, arg.shape, strict=True) if isinstance(fake, torch.Tensor) else [(fake, arg)]
+            symbols.update({symbol: size for s, size in sizes if (symbol := torch_compat.symbol_of(s)) is not None})
         args.clear()
         return [torch_compat.empty_like_fake(v, symbols) for v in values]
 

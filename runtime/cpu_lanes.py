@@ -201,6 +201,9 @@ class CpuLaneExecutor:
                     del env[value]
             elif not isinstance(instruction, Out):
                 raise ProgramError(f"CPU lanes cannot execute {instruction.to_text()!r}")
+        # The lane's next request may refresh a replica in place: what was sent of it must be taken by then.
+        for value in self.replicas.get(lane, ()):
+            request.settle(lane, value)
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """Copies of weights and state on lanes other than home, and whether they are still current.
 
-A replica is current when the source tensor has the same storage, address and version counter as when it was copied. The
-storage is told by a weak reference, which also keeps its identity from being reused. AOTAutograd bumps the counter of an input
-that the graph mutates before our code runs, so counters are read outside its wrapper: by :func:`watch_call` at entry, and again
-at exit for state that a lane wrote. Tensors without a counter (inference tensors) are never current: they are copied on every
-call. Writes that no counter sees (``.data``, NumPy views) are not noticed.
+A replica is current when the caller passes the same tensor object, with the same storage, address, shape, strides and version
+counter as when it was copied. The storage is told by a weak reference, which also keeps its identity from being reused; the
+object by its id alone, since a weak reference to it would forbid ``torch.utils.swap_tensors``. AOTAutograd bumps the counter of
+an input that the graph mutates before our code runs, so counters are read outside its wrapper: by :func:`watch_call` at entry,
+and again at exit for state that a lane wrote. Tensors without a counter (inference tensors) are never current: they are copied
+on every call. Writes that no counter sees (``.data``, NumPy views) are not noticed.
 
 A lane decides whether a replica is current when it comes to use it, not when the call was made: calls with other weights may
 stand between the two in the lane's queue.
@@ -25,12 +26,31 @@ from ..passes import torch_compat
 
 @dataclass(frozen=True)
 class Sighting:
-    """A tensor as it was at the entry of a call. ``version`` is None where no counter exists."""
+    """A tensor as it was at the entry of a call.
+
+    ``owner`` is the object that the caller passed: two objects on one storage may have counters of their own. ``version`` is
+    None where no counter exists.
+    """
 
     source: torch.Tensor
-    storage: int
-    address: int
+    owner: torch.Tensor
+    place: tuple[object, ...]
     version: int | None
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    owner: int
+    storage: Any
+    place: tuple[object, ...]
+    version: int
+
+    @classmethod
+    def of(cls, owner: torch.Tensor, source: torch.Tensor, place: tuple[object, ...], version: int | None) -> _Stamp | None:
+        return None if version is None else cls(id(owner), torch_compat.weak_storage(source), place, version)
+
+    def matches(self, seen: Sighting) -> bool:
+        return self.owner == id(seen.owner) and (self.place, self.version) == (seen.place, seen.version)
 
 
 class Replica:
@@ -40,7 +60,7 @@ class Replica:
         self.tensor: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._use = 0
-        self._stamp: tuple[Any, int, int] | None = None  # (weak storage, address, version); None: not to be trusted
+        self._stamp: _Stamp | None = None  # None: not to be trusted.
 
     def bring(self, seen: Sighting, volatile: bool) -> int:
         """Makes the copy equal to ``seen``; called by the lane that owns it.
@@ -55,22 +75,19 @@ class Replica:
         with self._lock:
             self._use += 1
             stamp, self._stamp = self._stamp, None
-            known = stamp is not None and (stamp[0].cdata, *stamp[1:]) == (seen.storage, seen.address, seen.version)
-            if self.tensor is None or not known:
+            if self.tensor is None or stamp is None or not stamp.matches(seen):
                 self.tensor = refreshed(self.tensor, seen.source)
-                stamp = None
-                if seen.version is not None:
-                    stamp = (torch_compat.weak_storage(seen.source), seen.address, seen.version)
+                stamp = _Stamp.of(seen.owner, seen.source, seen.place, seen.version)
             if not volatile:
                 self._stamp = stamp
             return self._use
 
-    def mark(self, use: int, source: torch.Tensor) -> None:
+    def mark(self, use: int, owner: torch.Tensor, source: torch.Tensor) -> None:
         """Says that the copy equals ``source`` as it is now, unless the lane has used it for another call since ``use``."""
-        version = _version(source)
+        stamp = _Stamp.of(owner, source, _place(source), _version(owner))
         with self._lock:
-            if use == self._use and version is not None:
-                self._stamp = (torch_compat.weak_storage(source), source.data_ptr(), version)
+            if use == self._use:
+                self._stamp = stamp
 
 
 @dataclass
@@ -92,8 +109,8 @@ def watch_call(args: Sequence[Any]) -> Iterator[None]:
     for arg in args:
         if isinstance(arg, torch.Tensor) and arg.layout == torch.strided:
             key = torch_compat.storage_key(arg)
-            watch.tensors[key] = arg
-            watch.versions[key] = _version(arg)
+            watch.tensors.setdefault(key, arg)
+            watch.versions.setdefault(key, _version(arg))
     outer = getattr(_current, "watch", None)
     _current.watch = watch
     try:
@@ -106,20 +123,26 @@ def watch_call(args: Sequence[Any]) -> Iterator[None]:
 
 def sight(source: torch.Tensor) -> Sighting:
     """``source`` as it was when the running call began."""
-    key = torch_compat.storage_key(source)
     watch: Watch | None = getattr(_current, "watch", None)
-    version = watch.versions[key] if watch is not None and key in watch.versions else _version(source)
-    return Sighting(source, key, source.data_ptr(), version)
+    key = torch_compat.storage_key(source)
+    if watch is None or key not in watch.tensors:
+        return Sighting(source, source, _place(source), _version(source))
+    return Sighting(source, watch.tensors[key], _place(source), watch.versions[key])
 
 
-def at_exit(source: torch.Tensor, action: Callable[[torch.Tensor], None]) -> None:
-    """Calls ``action`` with the caller's own tensor of ``source``'s storage, once its counter has its final value."""
+def at_exit(source: torch.Tensor, action: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Calls ``action(owner, source)``, owner being the caller's own object, once its counter has its final value."""
     watch: Watch | None = getattr(_current, "watch", None)
     if watch is None:
-        action(source)
+        action(source, source)
     else:
         owner = watch.tensors.get(torch_compat.storage_key(source), source)
-        watch.at_exit.append(lambda: action(owner))
+        watch.at_exit.append(lambda: action(owner, source))
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where and how a tensor lies in memory."""
+    return torch_compat.storage_key(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -130,8 +153,13 @@ def own_copy(value: Any) -> Any:
     """A copy of ``value`` in new storage with the same shape and strides; host numbers are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.layout != torch.strided or value.is_conj() or value.is_neg():
+    if value.layout != torch.strided:
         return value.clone()
+    # Conjugation and negation are bits of the tensor: copy what lies in memory, and set the bit again.
+    if value.is_conj():
+        return own_copy(value.conj()).conj()
+    if value.is_neg():
+        return torch_compat.negative_view(own_copy(torch_compat.negative_view(value)))
     if not _overlaps(value):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
     # Expanded dimensions share elements: copy the span of memory that the tensor covers.
@@ -146,6 +174,7 @@ def refreshed(replica: torch.Tensor | None, source: torch.Tensor) -> torch.Tenso
         or source.layout != torch.strided
         or (replica.shape, replica.stride(), replica.dtype) != (source.shape, source.stride(), source.dtype)
         or _overlaps(source)
+        or (replica.is_conj(), replica.is_neg()) != (source.is_conj(), source.is_neg())
         or (replica.is_inference() and not torch.is_inference_mode_enabled())
     ):
         result: torch.Tensor = own_copy(source.detach())

@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tessera_compile import compiler
-from tessera_compile.compiler import CompiledGraph, executors, report, tessera
+from tessera_compile.compiler import executors, report, tessera
 from tessera_compile.passes import torch_compat
+from tessera_compile.runtime.codegen import Codegen
 
 PLACEMENTS = [(planner, cluster) for planner in ("alternate", "random:1", "random:2", "single") for cluster in ("2xcpu", "3xcpu")]
 # Those two leave the first kernel at home, and one lane alone runs in the caller's thread.
@@ -120,59 +121,45 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-class EveryPlacement:
-    """Stands for one graph's executor: holds one for each placement, made by the whole pipeline from the same captured graph."""
+class EveryPlacement(compiler.CompiledGraph):
+    """One graph built for each placement in turn, so that dynamo, AOTAutograd and lowering work once for all of them."""
 
-    def __init__(self, made: dict[tuple[str, str], CompiledGraph], current: Callable[[], tuple[str, str]]) -> None:
-        self.made = {placement: compiled.executor for placement, compiled in made.items()}
-        self.current = current
-        self.graph = next(iter(self.made.values())).graph
-        self.replicas = [e.replicas for e in self.made.values() if e.replicas]
+    current = PLACEMENTS[0]
 
-    @property
-    def runs(self) -> int:
-        return self.made[self.current()].runs
+    def build(self, real: Sequence[Any] | None) -> None:
+        self.made = {}
+        for planner, cluster in PLACEMENTS:
+            self.options = self.options.with_changes(planner=planner, cluster=cluster)
+            self.cluster = self.options.resolved_cluster()
+            try:
+                super().build(real)
+            except BaseException as error:
+                error.add_note(f"planning {planner} on {cluster}")
+                raise
+            assert len(self.report.program.lanes) == len(self.cluster.devices)
+            self.made[planner, cluster] = self.report, self.executor
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        return self.made[self.current()](args)
+        self.report, self.executor = self.made[EveryPlacement.current]
+        return super().__call__(args)
 
 
-@pytest.fixture
-def chosen(monkeypatch):
-    """A one-element list with the placement on which whatever is compiled meanwhile runs: dynamo and AOTAutograd work once."""
-    current = [PLACEMENTS[0]]
-    original, lower = compiler.compile_graph, compiler.lower
-
-    def compile_graph(aten, inputs, given, **kwargs):
-        # The kernels do not depend on the placement: lowered once, they serve all.
-        kernels = lower(aten, inputs, static_inputs=kwargs["static_inputs"])
-        monkeypatch.setattr(compiler, "lower", lambda *_, **__: kernels)
-        made = {}
-        for planner, cluster in PLACEMENTS:
-            try:
-                made[planner, cluster] = original(aten, inputs, given.with_changes(planner=planner, cluster=cluster), **kwargs)
-            except BaseException as error:
-                error.add_note(f"placement {planner} on {cluster}")
-                raise
-        return CompiledGraph(made[PLACEMENTS[0]].report, EveryPlacement(made, lambda: current[0]))
-
-    monkeypatch.setattr(compiler, "compile_graph", compile_graph)
-    return current
-
-
-def compare(build: Callable[[], Case], chosen: list[tuple[str, str]]) -> None:
+def compare(build: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls one copy of the case eagerly and one compiled, for every placement, and compares after every call."""
+    monkeypatch.setattr(compiler, "CompiledGraph", EveryPlacement)
+    # Eager pieces do not depend on lanes or threads: placements share those that are equal.
+    codegen = Codegen("eager")
+    monkeypatch.setattr(compiler, "Codegen", lambda *_, **__: codegen)
     torch.manual_seed(0)
-    compiled, ours = None, build()
+    ours = build()
+    compiled = torch.compile(ours.model, backend="tessera", options=options(), dynamic=ours.dynamic)
     for planner, cluster in PLACEMENTS:
-        chosen[0] = planner, cluster
+        EveryPlacement.current = planner, cluster
         torch.manual_seed(0)
         eager = build()
         torch.manual_seed(0)
         fresh = build()
         with torch._dynamo.config.patch(ours.config), torch.no_grad():
-            if compiled is None:
-                compiled = torch.compile(ours.model, backend="tessera", options=options(), dynamic=ours.dynamic)
             for mine, start in zip(state_of(ours.model), state_of(fresh.model), strict=True):
                 mine.copy_(start)
             try:
@@ -182,7 +169,7 @@ def compare(build: Callable[[], Case], chosen: list[tuple[str, str]]) -> None:
                     got_around = [*tensors(our_args), *state_of(ours.model)]
                     assert_same(got, want, got_around, want_around)
             except BaseException as error:
-                error.add_note(f"running placement {planner} on {cluster}")
+                error.add_note(f"running {planner} on {cluster}")
                 raise
         made = executors(compiled)
         assert sum(e.runs for e in made) >= len(ours.calls), "our executors did not run"
@@ -226,6 +213,7 @@ def containers_out() -> Case:
 
 @case
 def python_scalars_in() -> Case:
+    # Fails: a lane away from home frees the size that its kernel reads, which was never its own.
     def f(x, n, a, flag):
         y = (x * n) @ x + a
         return (y @ x if flag else y), n + 1, a * 2, y.sum() * a
@@ -235,6 +223,7 @@ def python_scalars_in() -> Case:
 
 @case
 def dynamic_sizes() -> Case:
+    # Fails: a lane away from home frees the size that its kernel reads, which was never its own.
     def f(x, w):
         y = torch.relu(x @ w)
         z = torch.cat([y, x]).softmax(0) @ w
@@ -245,6 +234,7 @@ def dynamic_sizes() -> Case:
 
 @case
 def dynamic_sizes_of_two_inputs() -> Case:
+    # Fails: a lane away from home frees the size that its kernel reads, which was never its own.
     def f(a, b, n):
         c = torch.cat([a, b[:n]]) @ a.t()
         return c, c.t() @ c, n * a.shape[0] - b.shape[0], c.new_zeros(n, a.shape[0])
@@ -260,6 +250,16 @@ def sizes_that_turn_dynamic() -> Case:
         return y @ x, y.shape[0] + 1, y.flatten()[: x.shape[1]]
 
     return Case(f, [(rand(n, 4),) for n in (3, 5, 8, 3)], graphs=None)
+
+
+@case
+def sizes_in_arithmetic() -> Case:
+    # Fails: a lane away from home frees the size that its kernel reads, which was never its own.
+    def f(x, w):
+        y = x @ w
+        return y / x.shape[0] ** 0.5, x.shape[0] / 2, y.shape[0] > 3, (y * (x.shape[0] / 3.0)) @ w, y[: x.shape[0] // 2]
+
+    return Case(f, [(rand(n, 3), rand(3, 3)) for n in (4, 7, 2, 5)], dynamic=True, graphs=None)
 
 
 @case
@@ -348,6 +348,7 @@ def same_tensor_twice() -> Case:
 
 @case
 def state_out() -> Case:
+    # Fails: an output that is the new version of an overwritten input is left out of what the home lane returns.
     class M(nn.Module):
         def __init__(self):
             super().__init__()
@@ -410,6 +411,22 @@ def channels_last() -> Case:
 
     x = rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
     return Case(f, [(x, rand(4, 3, 3, 3), rand(4)), (rand(2, 3, 8, 8), rand(4, 3, 3, 3), rand(4))], graphs=None)
+
+
+@case
+def layouts_of_dynamic_sizes() -> Case:
+    def f(x, w, image, kernel):
+        y = (x @ w).t()
+        a = torch.cat([y.t(), x]).t() * 2
+        b = torch.empty_strided((x.shape[0], 3), (1, x.shape[0] + 2)).copy_(x)
+        z = F.conv2d(image, kernel, padding=1)
+        return y + 1, a, y.softmax(0) @ x, b, y.sort(0)[0], z, F.conv2d(z.relu(), kernel, padding=1) + image
+
+    def call(n):
+        image = rand(2, 4, n, n).to(memory_format=torch.channels_last)
+        return rand(n, 3), rand(3, 3), image, rand(4, 4, 3, 3)
+
+    return Case(f, [call(n) for n in (3, 5, 6)], dynamic=True, graphs=None)
 
 
 # In-place updates
@@ -488,6 +505,7 @@ def updates_seen_through_aliases() -> Case:
 
 @case
 def two_inputs_that_alias() -> Case:
+    # Fails: a lane away from home frees the size that its kernel reads, which was never its own.
     def f(x, v, w):
         y = x @ w
         v.add_(1)
@@ -499,9 +517,8 @@ def two_inputs_that_alias() -> Case:
         x = rand(3, 3)
         return x, view(x), rand(3, 3)
 
-    return Case(
-        f, [aliased(lambda x: x[1:]), aliased(lambda x: x), aliased(lambda x: x.t()), aliased(lambda x: x[:2])], graphs=None
-    )
+    # Not x[:2] as well: AOTAutograd takes it for x[1:], whatever the backend.
+    return Case(f, [aliased(lambda x: x[1:]), aliased(lambda x: x), aliased(lambda x: x.t())], graphs=None)
 
 
 @case
@@ -531,6 +548,7 @@ def update_of_two_inputs() -> Case:
 
 @case
 def swapped_inputs() -> Case:
+    # Fails: joint passes drop the clone, lowering refuses the order of the copies, and Inductor, fallen back to, gets it wrong.
     def f(x, y, w):
         keep = x.clone()
         x.copy_(y)
@@ -559,6 +577,7 @@ def batch_norm_in_training() -> Case:
 
 @case
 def running_mean() -> Case:
+    # Fails: an output that is the new version of an overwritten input is left out of what the home lane returns.
     class M(nn.Module):
         def __init__(self):
             super().__init__()
@@ -578,6 +597,7 @@ def running_mean() -> Case:
 
 @case
 def swapped_buffers() -> Case:
+    # Fails: joint passes drop the clone, lowering refuses the order of the copies, and Inductor, fallen back to, gets it wrong.
     class M(nn.Module):
         def __init__(self):
             super().__init__()
@@ -590,6 +610,40 @@ def swapped_buffers() -> Case:
             self.a.copy_(self.b)
             self.b.copy_(keep)
             return y, x @ self.a, (x @ self.b) @ y
+
+    return Case(M(), [(rand(3, 3),) for _ in range(3)])
+
+
+@case
+def previous_and_current_state() -> Case:
+    # Fails: joint passes drop the clone, lowering refuses the order of the copies, and Inductor, fallen back to, gets it wrong.
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("current", rand(3, 3))
+            self.register_buffer("previous", rand(3, 3))
+
+        def forward(self, x):
+            self.previous.copy_(self.current)
+            self.current.mul_(0.5).add_(x @ x)
+            return self.current @ self.previous
+
+    return Case(M(), [(rand(3, 3),) for _ in range(3)])
+
+
+@case
+def buffers_that_alias() -> Case:
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("all", rand(4, 3))
+            self.register_buffer("last", self.all[1:])
+
+        def forward(self, x):
+            before = self.last @ x
+            self.all.mul_(0.5)
+            self.last.add_(before)
+            return before, self.all @ x, (self.last @ x) @ x
 
     return Case(M(), [(rand(3, 3),) for _ in range(3)])
 
@@ -658,6 +712,7 @@ def complex_numbers() -> Case:
 
 @case
 def conjugate_views_in() -> Case:
+    # Fails: a copy for another lane loses the conjugate bit.
     def f(z, w):
         return z @ w, z + 1, (z @ w) @ z, z.imag @ w.real, z
 
@@ -782,6 +837,49 @@ def attention() -> Case:
     return Case(f, [(rand(2, 5, 8), rand(8, 24), torch.ones(5, 5, dtype=torch.bool).tril())])
 
 
+@torch.library.custom_op("tessera_semantics::bump", mutates_args=("x",))
+def bump(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(y.sum())
+    return y * 2
+
+
+@bump.register_fake
+def _(x, y):
+    return torch.empty_like(y)
+
+
+@torch.library.custom_op("tessera_semantics::flipped", mutates_args=())
+def flipped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.t().contiguous(), x + 1
+
+
+@flipped.register_fake
+def _(x):
+    return torch.empty_like(x.t(), memory_format=torch.contiguous_format), torch.empty_like(x)
+
+
+@case
+def custom_operators() -> Case:
+    def f(x, w):
+        y = x @ w
+        z = bump(x, y)
+        bump(y[1:], w)
+        a, b = flipped(y)
+        return z @ w, x @ w, y, a @ b
+
+    x = rand(3, 3)
+    return Case(f, [(x, rand(3, 3)), (x, rand(3, 3))])
+
+
+@case
+def transforms() -> Case:
+    def f(x, w):
+        y = torch.vmap(lambda row: (row * w).sum(0))(x @ w)
+        return torch.func.grad(lambda t: ((t @ w) ** 2).sum())(y) @ w
+
+    return Case(f, [(rand(3, 3), rand(3, 3))])
+
+
 @case
 def autocast_region() -> Case:
     def f(x, w):
@@ -818,6 +916,18 @@ def while_loop() -> Case:
         return steps, z @ x, y
 
     return Case(f, [(rand(3, 3), torch.tensor(0)), (rand(3, 3), torch.tensor(2))])
+
+
+@case
+def scan() -> Case:
+    from torch._higher_order_ops.scan import scan
+
+    def f(x, w):
+        y = x @ w
+        last, all_of_them = scan(lambda c, t: ((c @ w) * 0.5 + t, c.sum() * t), y[0], x)
+        return last @ w, all_of_them
+
+    return Case(f, [(rand(4, 3), rand(3, 3))])
 
 
 @case
@@ -899,8 +1009,8 @@ def graph_breaks() -> Case:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_like_eager(name, chosen):
-    compare(CASES[name], chosen)
+def test_like_eager(name, monkeypatch):
+    compare(CASES[name], monkeypatch)
 
 
 # What does not fit one call compared with eager
