@@ -57,6 +57,30 @@ def static_input_indices() -> tuple[int, ...]:
     return () if metadata is None else tuple(metadata.static_input_indices)
 
 
+def copy_dynamo_graph(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Any]]:
+    """A copy of the graph that dynamo hands to a backend, and fake inputs for it. Parameters can still be told from inputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    fakes = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            fakes.append(node.meta.get("example_value"))
+            if hasattr(node, "_dynamo_source"):
+                copies[node]._dynamo_source = node._dynamo_source
+    copied = fx.GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    return copied, fakes
+
+
+def resume_tracing() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Remembers the compilation that is going on; calling the result enters it again, after it has ended."""
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext.try_get()
+    return lambda: tracing(context)
+
+
 def current_fake_mode() -> Any:
     """The fake tensor mode of the graph being compiled, or None."""
     from torch._guards import TracingContext

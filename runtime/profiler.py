@@ -160,7 +160,7 @@ class _Timer:
         compiled = self.codegen.compile(self.graph, kernels, outputs)
         if on_real:
             inputs = self._real_inputs(compiled)
-            timing = self._on_lane(lambda: _time(compiled, inputs))
+            timing: Timing = self._on_lane(lambda: _time(compiled, inputs))
         else:
             # Made in the lane's thread: this one may be inside the fake tensor mode of the compilation.
             timing = self._on_lane(lambda: _time(compiled, list(invented_inputs(self.graph, compiled.inputs))))

@@ -84,7 +84,7 @@ def _devices(arguments: argparse.Namespace) -> int:
     print(make_cluster().to_text())
     print("\nGPUs by their data sheets:")
     keys = ("bf16_tflops", "memory_gb_per_s", "memory_gib", "link_gb_per_s", "sms", "boost_ghz", "l2_mb", "dollars_per_hour")
-    rows = [("name", "TFLOP/s", "GB/s", "GiB", "link GB/s", "SMs", "GHz", "L2 MB", "$/hour")]
+    rows: list[tuple[str, ...]] = [("name", "TFLOP/s", "GB/s", "GiB", "link GB/s", "SMs", "GHz", "L2 MB", "$/hour")]
     rows += [(name, *(f"{figures[k]:g}" for k in keys)) for name, figures in catalogue().items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,141 +1,88 @@
-"""The backend: from the graph that dynamo captured to something that runs on several devices.
+"""The backend: what ``torch.compile(…, backend="tessera")`` calls, and what it keeps for reports.
 
-:class:`CompiledGraph` reads like the list of steps in the documentation: lower, depend, profile, partition, schedule, verify, and
-then the executor compiles the segments. Each step is logged with its time at INFO.
+The steps from a graph to something that runs on several devices are in ``pipeline.py``, which is imported only when there is more
+than one lane to plan for, or something that Inductor cannot be left alone with: SciPy and NetworkX take their time to load.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import fx
 
 from .options import Options
-from .passes import depend, lower, partition, schedule, torch_compat, verify
-from .passes.cluster import Cluster
+from .passes import torch_compat
 from .passes.errors import FallbackError, LoweringError, TesseraWarning
-from .passes.ir import KernelGraph, Plan, Profile
-from .passes.partitioning import matching, pinned
-from .passes.placements import place
-from .progress import progress
-from .reports import GraphReport, Report
-from .runtime.codegen import Codegen
-from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
-from .runtime.pacing import Pace
-from .runtime.profile_cache import ProfileCache
-from .runtime.profiler import needs_real_call, profile
 from .runtime.replicas import watch_call
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .pipeline import CompiledGraph
+    from .reports import GraphReport, Report
+    from .runtime.cpu_lanes import CpuLaneExecutor
 
 
 class GradientsNeeded(Exception):
     """Raised out of AOTAutograd when it wants a training graph."""
 
 
-class CompiledGraph:
-    """One graph of a model: lowered at once, planned and compiled at once or, where profiling needs real data, at the first call.
+class InductorGraph:
+    """A graph on one lane, which Inductor runs itself. What there is to report is found out when somebody asks for it."""
 
-    Attributes:
-        report: what is known of it; None until it is planned.
-        executor: runs it; None until it is compiled.
-    """
-
-    def __init__(
-        self, aten: fx.GraphModule, example_inputs: Sequence[Any], options: Options, static_inputs: Sequence[int], number: int
-    ) -> None:
-        self.options = options
-        self.number = number
-        self.report: GraphReport | None = None
-        self.executor: CpuLaneExecutor | None = None
-        self.cluster = options.resolved_cluster()
-        self._lock = threading.Lock()
-        self._seconds: dict[str, float] = {}
-        with self._step("lower"):
-            self.kernels = lower(aten, example_inputs, static_inputs=static_inputs)
-        with self._step("depend"):
-            self.ddg = depend(self.kernels)
-        # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
-        self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
-        measured = self._how == "measure" and any(d.kind == "cpu" for d in self.cluster.devices)
-        if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
-            self.build(None)
-
-    def __call__(self, args: list[Any]) -> list[Any]:
-        """Runs the graph once; ``args`` are its inputs in order, in a list that is emptied."""
-        if self.executor is None:
-            with self._lock:
-                if self.executor is None:
-                    self.build(args)
-        executor = self.executor
-        assert executor is not None
-        return executor(args)
+    def __init__(self, gm: fx.GraphModule, options: Options, number: int) -> None:
+        self._gm, self._inputs = torch_compat.copy_dynamo_graph(gm)  # Inductor changes the one that it compiles.
+        self._options = options
+        self._number = number
+        self.executor = None
+        self._resume = torch_compat.resume_tracing()
+        self._report: GraphReport | None = None
 
     def current_report(self) -> GraphReport:
-        """The report, with what emulated requests have shown so far."""
-        assert self.report is not None
-        if self.executor is None or self.executor.pace is None:
-            return self.report
-        return replace(self.report, emulation=self.executor.pace.result())
+        """The one-lane plan of this graph."""
+        if self._report is None:
+            from .pipeline import CompiledGraph
 
-    def build(self, real: Sequence[Any] | None) -> None:
-        """The pipeline from the dependence graph on.
+            found: list[CompiledGraph] = []
+            static = [i for i, fake in enumerate(self._inputs) if isinstance(fake, torch.nn.Parameter)]
 
-        Args:
-            real: the inputs of the first call, which are read and left as they are; None where none is needed.
-        """
-        options, kernels, ddg = self.options, self.kernels, self.ddg
-        lanes = len(self.cluster.devices)
-        threads = lane_threads(lanes)
-        codegen = Codegen(
-            options.codegen,  # type: ignore[arg-type]  # checked by Options
-            threads=threads if lanes > 1 else None,
-            strict=options.strict,
-        )
-        with self._step("profile"):
-            times = profile(
-                kernels,
-                self.cluster,
-                codegen,
-                how=self._how,
-                lanes=lanes,
-                threads=threads,
-                real=real,
-                cache=ProfileCache(),
-                progress=progress,
-            )
-        with self._step("partition"):
-            plan = make_plan(ddg, kernels, times, self.cluster, options)
-        with self._step("schedule"):
-            program = schedule(ddg, plan)
-        with self._step("verify"):
-            verify(program, ddg, plan)
-        with self._step("compile"):
-            if options.dryrun:
-                at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
-                executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
-            else:
-                pace = Pace(kernels, program, times, self.cluster, options.pace) if options.pace else None
-                executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, pace=pace, progress=progress)
-        fallbacks = tuple(codegen.fallbacks.values())
-        self.report = GraphReport(self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks)
-        self.executor = executor
+            def inference(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+                options = self._options.with_changes(dryrun=True)
+                found.append(CompiledGraph(aten, inputs, options, static, self._number))
+                return found[0]
 
-    @contextlib.contextmanager
-    def _step(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[name] = time.perf_counter() - started
-        log.info("graph %d: %s took %.3f s", self.number, name, self._seconds[name])
+            with self._resume(), torch.no_grad():
+                torch_compat.aot_inference(self._gm, self._inputs, inference, inference)
+            self._report = found[0].current_report()
+            assert self._report is not None
+        return self._report
+
+
+#: What is kept of one graph; the text says why a graph runs elsewhere.
+Entry = Any  # CompiledGraph | InductorGraph | str, the first of which is imported when it is needed.
+
+_DRAWS = {"randperm", "multinomial", "bernoulli", "normal", "poisson", "binomial", "rrelu"}
+
+
+def _inductor_suffices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether one lane may hand this dynamo graph to Inductor as it is.
+
+    Not where gradients may be needed, which is for the fallback to say; nor with two writes in place, where Inductor can lose the
+    old content of swapped buffers; nor with generators that it draws from in an order of its own.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+        return False
+    names = [n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes
+             if n.op in ("call_function", "call_method")]  # fmt: skip
+    writes = sum(n in ("setitem", "copy_") or n.endswith("_") or (n.startswith("i") and n[1:] in _OPERATORS) for n in names)
+    opaque = any(not isinstance(n.target, str) and isinstance(n.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+                 for n in gm.graph.nodes)  # fmt: skip
+    return writes < 2 and not opaque and not _DRAWS & set(names)
+
+
+_OPERATORS = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul"}
 
 
 class Backend:
@@ -174,11 +121,11 @@ def tessera(
     return _compile(gm, example_inputs, Options.make(options, mode), _graphs_of(torch_compat.calling_compile()))
 
 
-def _graphs_of(compile_call: Any) -> list[CompiledGraph | str]:
+def _graphs_of(compile_call: Any) -> list[Entry]:
     """Where the graphs of one ``torch.compile`` call are kept: on the object that stands for the call, and as long as it."""
     if compile_call is None:
         return []
-    graphs: list[CompiledGraph | str] = compile_call.__dict__.setdefault("_tessera_graphs", [])
+    graphs: list[Entry] = compile_call.__dict__.setdefault("_tessera_graphs", [])
     return graphs
 
 
@@ -204,16 +151,16 @@ def report(compiled: Any) -> Report:
 
 
 def executors(compiled: Any) -> list[CpuLaneExecutor]:
-    """The executors behind ``compiled``, in the order of its graphs."""
+    """The executors behind ``compiled``, in the order of its graphs; graphs that Inductor runs itself have none."""
     graphs = _graphs_of(torch_compat.compile_of(compiled))
-    return [g.executor for g in graphs if isinstance(g, CompiledGraph) and g.executor is not None]
+    return [g.executor for g in graphs if not isinstance(g, str) and g.executor is not None]
 
 
-def _report_of(graphs: Sequence[CompiledGraph | str]) -> Report:
-    return Report(
-        tuple(g.current_report() for g in graphs if isinstance(g, CompiledGraph) and g.report is not None),
-        tuple(g for g in graphs if isinstance(g, str)),
-    )
+def _report_of(graphs: Sequence[Entry]) -> Report:
+    from .reports import Report
+
+    made = [g.current_report() for g in graphs if not isinstance(g, str)]
+    return Report(tuple(r for r in made if r is not None), tuple(g for g in graphs if isinstance(g, str)))
 
 
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | None = None) -> Callable[..., Report]:
@@ -239,7 +186,7 @@ class _Explaining(Backend):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.graphs: list[CompiledGraph | str] = []
+        self.graphs: list[Entry] = []
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -262,11 +209,13 @@ def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    graphs: list[CompiledGraph | str],
+    graphs: list[Entry],
     *,
     untouched: bool = False,
 ) -> Callable[..., Any]:
     def inference(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from .pipeline import CompiledGraph
+
         compiled = CompiledGraph(aten, inputs, options, torch_compat.static_input_indices(), len(graphs))
         graphs.append(compiled)
         overwritten = [i for i, name in enumerate(compiled.kernels.inputs) if name in compiled.kernels.mutated]
@@ -283,8 +232,15 @@ def _compile(
     def training(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise GradientsNeeded
 
+    one_lane = len(options.resolved_cluster().devices) == 1
+    if one_lane and options.codegen == "inductor" and not options.dryrun and not options.pace:
+        if _on_cpu(example_inputs) and _inductor_suffices(gm, example_inputs):
+            graphs.append(InductorGraph(gm, options, len(graphs)))
+            return torch_compat.inductor_compile(gm, example_inputs)
     try:
-        _check_devices(example_inputs)
+        if not _on_cpu(example_inputs):
+            devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)})
+            raise LoweringError(f"its inputs are on {', '.join(devices)}, and this version executes on CPU lanes only")
         run = torch_compat.aot_inference(gm, example_inputs, inference, training)
     except GradientsNeeded:
         reason = (
@@ -296,7 +252,7 @@ def _compile(
         return _fall_back(gm, example_inputs, f"this graph runs under Inductor on one device: {error}", options, graphs)
     if options.dryrun and isinstance(options.dryrun, str):
         _report_of(graphs).to_json(options.dryrun)
-    if len(options.resolved_cluster().devices) == 1:
+    if one_lane:
         return run
 
     def call(*args: Any) -> Any:
@@ -307,10 +263,8 @@ def _compile(
     return call
 
 
-def _check_devices(example_inputs: Sequence[Any]) -> None:
-    others = {str(x.device) for x in example_inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
-    if others:
-        raise LoweringError(f"its inputs are on {', '.join(sorted(others))}, and this version executes on CPU lanes only")
+def _on_cpu(example_inputs: Sequence[Any]) -> bool:
+    return all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
 
 
 _warned: set[str] = set()
@@ -318,7 +272,7 @@ _warned_lock = threading.Lock()
 
 
 def _fall_back(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], reason: str, options: Options, graphs: list[CompiledGraph | str]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], reason: str, options: Options, graphs: list[Entry]
 ) -> Callable[..., Any]:
     if options.strict:
         raise FallbackError(reason)
@@ -329,37 +283,3 @@ def _fall_back(
     if first:
         warnings.warn(reason, TesseraWarning, stacklevel=3)
     return torch_compat.inductor_compile(gm, example_inputs)
-
-
-def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options) -> Plan:
-    """The plan that ``options.planner`` and ``options.policy`` ask for."""
-    placement: dict[str, str] | None = None
-    pins = {}
-    for pattern, device in options.pins:
-        if matching(kernels, pattern):
-            pins[pattern] = device
-            continue
-        # Not an error: a model may have several graphs, and the pin may be about another one.
-        modules = ", ".join(sorted({k.module for k in kernels.kernels if k.module})[:12]) or "none"
-        message = f"pin {pattern!r} matches no kernel and no module of this graph; modules here: {modules}"
-        if options.strict:
-            raise FallbackError(message)
-        warnings.warn(message, TesseraWarning, stacklevel=2)
-    if options.planner.endswith(".json"):
-        placement = dict(Plan.load(options.planner).placement)
-    elif options.planner != "milp":
-        placement = place(options.planner, ddg, times, cluster, seed=options.seed) | pinned(kernels, pins)
-    return partition(
-        ddg,
-        times,
-        cluster,
-        objective="throughput" if options.policy == "throughput" else "latency",
-        pins=pins,
-        inflight=options.inflight,
-        # A CPU lane copies what it receives itself; a GPU has engines for that.
-        overlap=all(d.kind != "cpu" for d in cluster.devices),
-        time_limit=options.time_limit,
-        gap=options.gap,
-        placement=placement,
-        planner=options.planner,
-    )

@@ -67,6 +67,22 @@ def test_inductor_compile_is_plain_inductor():
     torch.testing.assert_close(compiled(torch.ones(3)), torch.sin(torch.ones(3)))
 
 
+def test_a_dynamo_graph_can_be_compiled_again_after_its_compilation():
+    kept = []
+
+    def backend(gm, ex):
+        kept.extend((*torch_compat.copy_dynamo_graph(gm), torch_compat.resume_tracing()))
+        return gm.forward
+
+    torch.compile(torch.nn.Linear(2, 3), backend=backend)(torch.ones(2))
+    gm, fakes, resume = kept
+    seen = []
+    with resume(), torch.no_grad():
+        torch_compat.aot_inference(gm, fakes, lambda aten, inputs: seen.append(aten) or aten, None)
+    assert [n.meta["val"].shape for n in seen[0].graph.nodes if n.op == "placeholder"] == [(3, 2), (3,), (2,)]
+    assert sum(isinstance(f, torch.nn.Parameter) for f in fakes) == 2
+
+
 def test_outside_a_compilation_there_is_no_context():
     assert torch_compat.static_input_indices() == ()
     assert torch_compat.current_fake_mode() is None
@@ -172,6 +188,19 @@ def test_the_object_of_a_compile_call_is_found_from_both_sides():
 def test_higher_order_operators():
     assert torch_compat.is_higher_order(torch.ops.higher_order.cond)
     assert not torch_compat.is_higher_order(torch.ops.aten.add.Tensor)
+
+
+def test_config_key_names_the_configuration():
+    from torch._inductor import config
+
+    before = torch_compat.inductor_config_key()
+    assert before == torch_compat.inductor_config_key()
+    with config.patch(max_autotune=not config.max_autotune):
+        assert torch_compat.inductor_config_key() != before
+
+
+def test_negative_view():
+    assert torch_compat.negative_view(torch.ones(2)).is_neg()
 
 
 @pytest.mark.parametrize("name", ["inductor_seeds", "inductor_random", "inductor_randint"])

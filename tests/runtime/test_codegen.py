@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.graphs import lowered
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,6 +19,7 @@ from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.cpu_lanes import CpuLaneExecutor
 from tessera_compile.runtime.philox import inductor_randint, inductor_random, inductor_seeds
 from tessera_compile.runtime.roofline import model_profile
+from tests.graphs import lowered
 
 # Random numbers
 
@@ -81,7 +81,14 @@ def test_seeds_come_from_the_default_generator():
 
 def awkward(x, w):
     y = x @ w
-    return y.t().relu(), (y + 1).sum(0).expand(4, 5), y.t()[1:] * 2, y.unsqueeze(0).permute(2, 0, 1) + 1, torch.cat([y.t(), y.t()]), y[:0]
+    return (
+        y.t().relu(),
+        (y + 1).sum(0).expand(4, 5),
+        y.t()[1:] * 2,
+        y.unsqueeze(0).permute(2, 0, 1) + 1,
+        torch.cat([y.t(), y.t()]),
+        y[:0],
+    )
 
 
 def promised(graph: KernelGraph) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
@@ -105,6 +112,16 @@ def test_outputs_have_the_strides_of_their_metadata(codegen):
     assert got(results) == promised(graph)
     if codegen != "null":
         torch.testing.assert_close(list(results), list(awkward(*args)))
+
+
+def test_eager_numbers_are_laid_out_as_promised():
+    """Random numbers like a transposed tensor: what draws them knows nothing of strides."""
+    x = torch.randn(3, 4)
+    graph = lowered(lambda x: (torch.rand_like(x.t()) + x.t(),), [x])
+    compiled = Codegen("eager").compile(graph, [k.name for k in graph.kernels], graph.outputs)
+    results = compiled.call([x])
+    assert promised(graph)[0][1] == (1, 4)
+    assert got(results) == promised(graph)
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
@@ -175,7 +192,9 @@ def call_args(graph: KernelGraph, args: list[torch.Tensor]) -> list[Any]:
 
 def test_null_computes_nothing():
     compiled = torch.compile(
-        lambda x: (x @ x).softmax(0) @ x, backend="tessera", options={"codegen": "null", "profile": "model", "planner": "alternate"}
+        lambda x: (x @ x).softmax(0) @ x,
+        backend="tessera",
+        options={"codegen": "null", "profile": "model", "planner": "alternate"},
     )
     x = torch.randn(600, 600)
     with torch.no_grad():
@@ -291,7 +310,9 @@ def with_odd(x, w):
 
 def test_what_inductor_cannot_compile_runs_eagerly(odd_does_not_compile):
     x, w = torch.randn(3, 3), torch.randn(3, 3)
-    compiled = torch.compile(with_odd, backend="tessera", options={"codegen": "inductor", "profile": "model", "planner": "single"})
+    compiled = torch.compile(
+        with_odd, backend="tessera", options={"codegen": "inductor", "profile": "model", "planner": "single"}
+    )
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         torch.testing.assert_close(compiled(x, w), with_odd(x, w))

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from tests.graphs import lowered
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -21,7 +20,7 @@ from tessera_compile.runtime import profiler
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.profiler import invented_inputs, profile
 from tessera_compile.runtime.roofline import roofline_us
-
+from tests.graphs import lowered
 
 # Alone, or scaled to what the kernels take together.
 TIMED = {"measured", "calibrated"}
@@ -171,6 +170,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("ring", torch.zeros(4, 4))
 
     def forward(self, x, cache, at):
         y = self.lin(x) + torch.rand(4)
@@ -178,6 +178,7 @@ class Stateful(nn.Module):
         cache.mul_(2).add_(y)
         # Rows that the kernel itself computes: it can be timed on the caller's tensors alone.
         cache.index_add_(0, (at * 3 + 1) % 4, x[(at + 2) % 4] @ y)
+        self.ring.copy_(x[(at * 3 + 1) % 4] + self.ring)
         return y @ self.lin.weight, torch.randperm(4), cache[(at + 1) % 4] @ y
 
 
@@ -207,6 +208,36 @@ def test_profiling_leaves_the_callers_state_alone():
         assert all(p._version == 0 for p in model.parameters())
     for modelled, measured in zip(*results, strict=True):
         assert torch.equal(modelled, measured)
+
+
+def test_threads_that_make_the_first_call_at_once():
+    """The first call's tensors are timed on, once, whoever comes first; all get their results."""
+    model = Stateful()
+
+    def f(x, at):
+        return x[(at * 3 + 1) % 4] @ x, model.lin(x)
+
+    compiled = torch.compile(f, backend="tessera", options={"profile": "measure", "codegen": "eager", "planner": "alternate"})
+    at, wrong = torch.arange(4), []
+    start = threading.Barrier(4)
+
+    def call(i: int) -> None:
+        x = torch.full((4, 4), float(i))
+        start.wait()
+        try:
+            with torch.no_grad():
+                for _ in range(5):
+                    torch.testing.assert_close(compiled(x, at), f(x, at))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert wrong == []
+    assert sum(e.runs for e in executors(compiled)) == 20
 
 
 # The model by hand. a100-80gb: 312 TFLOP/s, 2039 GB/s, 108 multiprocessors at 1.41 GHz, 40 MiB of L2.

@@ -202,6 +202,48 @@ def test_one_lane_is_a_trivial_plan(net):
     assert graph.plan.gap == 0
 
 
+def test_one_lane_is_inductor_itself_and_reports_on_demand(net):
+    x = torch.randn(4, 32)
+    compiled = torch.compile(net, backend="tessera", options={"cluster": "cpu"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), net(x))
+    assert net.calls.item() == 2
+    assert executors(compiled) == []  # Nothing of ours stands between the call and Inductor's code.
+    graph = tessera_compile.report(compiled).graphs[0]
+    assert net.calls.item() == 2
+    assert {v.origin for v in graph.kernels.values.values()} == {"state", "input", "weight", "activation"}
+    assert sum(v.origin == "weight" for v in graph.kernels.values.values()) == 4
+    assert tuple(x.shape) in {v.shape for v in graph.kernels.values.values()}
+    assert [k.module for k in graph.kernels.kernels if k.kind == "gemm"] == ["first", "second"]
+
+
+def test_one_lane_keeps_what_inductor_would_lose():
+    class Swap(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("a", torch.ones(3))
+            self.register_buffer("b", torch.zeros(3))
+
+        def forward(self, x):
+            keep = self.a.clone()
+            self.a.copy_(self.b)
+            self.b.copy_(keep)
+            return x + self.a
+
+    model = Swap()
+    compiled = torch.compile(model, backend="tessera", options={"cluster": "cpu"})
+    with torch.no_grad():
+        compiled(torch.ones(3))
+    assert model.a.tolist() == [0, 0, 0]
+    assert model.b.tolist() == [1, 1, 1]
+    assert executors(compiled)[0].runs == 1
+
+
+def test_one_lane_with_gradients_falls_back_as_well(net):
+    with pytest.raises(BackendCompilerFailed, match="gradients are needed"):
+        torch.compile(net, backend="tessera", options={"cluster": "cpu", "strict": True})(torch.randn(4, 32))
+
+
 def test_pins_by_module_and_by_kernel(net):
     compiled, _ = run(net, torch.randn(4, 32), {"pins": {"second": "cpu#1"}})
     graph = tessera_compile.report(compiled).graphs[0]

@@ -1,0 +1,165 @@
+"""One graph from ATen to an executor.
+
+:class:`CompiledGraph` reads like the list of steps in the documentation: lower, depend, profile, partition, schedule, verify, and
+then the executor compiles the segments. Each step is logged with its time at INFO.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from .options import Options
+from .passes import depend, lower, partition, schedule, verify
+from .passes.cluster import Cluster
+from .passes.errors import FallbackError, TesseraWarning
+from .passes.ir import KernelGraph, Plan, Profile
+from .passes.partitioning import matching, pinned
+from .passes.placements import place
+from .progress import progress
+from .reports import GraphReport
+from .runtime.codegen import Codegen
+from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
+from .runtime.pacing import Pace
+from .runtime.profile_cache import ProfileCache
+from .runtime.profiler import needs_real_call, profile
+
+log = logging.getLogger(__name__)
+
+
+class CompiledGraph:
+    """One graph of a model: lowered at once, planned and compiled at once or, where profiling needs real data, at the first call.
+
+    Attributes:
+        report: what is known of it; None until it is planned.
+        executor: runs it; None until it is compiled.
+    """
+
+    def __init__(
+        self, aten: fx.GraphModule, example_inputs: Sequence[Any], options: Options, static_inputs: Sequence[int], number: int
+    ) -> None:
+        self.options = options
+        self.number = number
+        self.report: GraphReport | None = None
+        self.executor: CpuLaneExecutor | None = None
+        self.cluster = options.resolved_cluster()
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        with self._step("lower"):
+            self.kernels = lower(aten, example_inputs, static_inputs=static_inputs)
+        with self._step("depend"):
+            self.ddg = depend(self.kernels)
+        # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
+        self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
+        measured = self._how == "measure" and any(d.kind == "cpu" for d in self.cluster.devices)
+        if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
+            self.build(None)
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Runs the graph once; ``args`` are its inputs in order, in a list that is emptied."""
+        if self.executor is None:
+            with self._lock:
+                if self.executor is None:
+                    self.build(args)
+        executor = self.executor
+        assert executor is not None
+        return executor(args)
+
+    def current_report(self) -> GraphReport | None:
+        """The report, with what emulated requests have shown so far; None until the graph is planned."""
+        if self.report is None or self.executor is None or self.executor.pace is None:
+            return self.report
+        return replace(self.report, emulation=self.executor.pace.result())
+
+    def build(self, real: Sequence[Any] | None) -> None:
+        """The pipeline from the dependence graph on.
+
+        Args:
+            real: the inputs of the first call, which are read and left as they are; None where none is needed.
+        """
+        options, kernels, ddg = self.options, self.kernels, self.ddg
+        lanes = len(self.cluster.devices)
+        threads = lane_threads(lanes)
+        codegen = Codegen(
+            options.codegen,  # type: ignore[arg-type]  # checked by Options
+            threads=threads if lanes > 1 else None,
+            strict=options.strict,
+        )
+        with self._step("profile"):
+            times = profile(
+                kernels,
+                self.cluster,
+                codegen,
+                how=self._how,
+                lanes=lanes,
+                threads=threads,
+                real=real,
+                cache=ProfileCache(),
+                progress=progress,
+            )
+        with self._step("partition"):
+            plan = make_plan(ddg, kernels, times, self.cluster, options)
+        with self._step("schedule"):
+            program = schedule(ddg, plan)
+        with self._step("verify"):
+            verify(program, ddg, plan)
+        with self._step("compile"):
+            if options.dryrun:
+                at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
+                executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
+            else:
+                pace = Pace(kernels, program, times, self.cluster, options.pace) if options.pace else None
+                executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, pace=pace, progress=progress)
+        fallbacks = tuple(codegen.fallbacks.values())
+        self.report = GraphReport(self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks)
+        self.executor = executor
+
+    @contextlib.contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - started
+        log.info("graph %d: %s took %.3f s", self.number, name, self._seconds[name])
+
+
+def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options) -> Plan:
+    """The plan that ``options.planner`` and ``options.policy`` ask for."""
+    placement: dict[str, str] | None = None
+    pins = {}
+    for pattern, device in options.pins:
+        if matching(kernels, pattern):
+            pins[pattern] = device
+            continue
+        # Not an error: a model may have several graphs, and the pin may be about another one.
+        modules = ", ".join(sorted({k.module for k in kernels.kernels if k.module})[:12]) or "none"
+        message = f"pin {pattern!r} matches no kernel and no module of this graph; modules here: {modules}"
+        if options.strict:
+            raise FallbackError(message)
+        warnings.warn(message, TesseraWarning, stacklevel=2)
+    if options.planner.endswith(".json"):
+        placement = dict(Plan.load(options.planner).placement)
+    elif options.planner != "milp":
+        placement = place(options.planner, ddg, times, cluster, seed=options.seed) | pinned(kernels, pins)
+    return partition(
+        ddg,
+        times,
+        cluster,
+        objective="throughput" if options.policy == "throughput" else "latency",
+        pins=pins,
+        inflight=options.inflight,
+        # A CPU lane copies what it receives itself; a GPU has engines for that.
+        overlap=all(d.kind != "cpu" for d in cluster.devices),
+        time_limit=options.time_limit,
+        gap=options.gap,
+        placement=placement,
+        planner=options.planner,
+    )
