@@ -205,8 +205,8 @@ def main() -> None:
     torch.compiler.reset()
     figures["towers"] = t = towers()
     print(
-        f"two towers of hidden 512: one lane {t['one_lane_ms']:.2f} ms, two lanes {t['two_lanes_ms']:.2f} ms: {t['speedup']:.2f}× "
-        f"(plan: {t['predicted_two_lanes_ms']:.2f} ms)"
+        f"two towers of hidden 512: one lane {t['one_lane_ms']:.2f} ms, two lanes {t['two_lanes_ms']:.2f} ms: "
+        f"{t['speedup']:.2f}× (plan: {t['predicted_two_lanes_ms']:.2f} ms)"
     )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")

@@ -71,6 +71,12 @@ class Cluster:
         names = [d.name for d in self.devices]
         if not names:
             raise ClusterError("a cluster needs at least one device")
+        for device in self.devices:
+            if not device.name or any(c.isspace() for c in device.name):
+                raise ClusterError(f"device name {device.name!r}: a name is one word, since programs are written as text")
+            for figure in ("memory", "tflops", "gb_per_s", "l2_bytes", "sms", "boost_ghz", "price"):
+                if not 0 <= getattr(device, figure) < float("inf"):
+                    raise ClusterError(f"device {device.name!r}: {figure} is {getattr(device, figure)}, which is no figure")
         if len(set(names)) != len(names):
             raise ClusterError(f"device names repeat: {', '.join(names)}")
         for a in names:
@@ -78,7 +84,7 @@ class Cluster:
                 if a != b and (a, b) not in self.links:
                     raise ClusterError(f"no link from {a!r} to {b!r}")
         for pair, link in self.links.items():
-            if not (link.gb_per_s > 0 and link.latency_us >= 0):
+            if not (0 < link.gb_per_s < float("inf") and 0 <= link.latency_us < float("inf")):
                 raise ClusterError(f"link {pair[0]} → {pair[1]} has {link.gb_per_s} GB/s, {link.latency_us} µs: need > 0 and ≥ 0")
 
     def __hash__(self) -> int:
@@ -208,6 +214,9 @@ def cluster_from_table(
         ClusterError: names the key or the pair of devices at fault, and the nearest key that exists.
     """
     _check_keys(table, {"device", "link", "links"}, "the cluster file")
+    for key, brackets, kind in (("device", "[[device]]", list), ("link", "[link]", dict), ("links", "[[links]]", list)):
+        if key in table and not isinstance(table[key], kind):
+            raise ClusterError(f"write {brackets}, not {'[' + key + ']' if kind is list else '[[' + key + ']]'}")
     if not table.get("device"):
         raise ClusterError("the cluster file has no [[device]]")
     devices: list[Device] = []
@@ -223,6 +232,10 @@ def cluster_from_table(
     for entry in table.get("links", []):
         _check_keys(entry, _LINK_KEYS, "[[links]]")
         ends = (str(entry.get("from")), str(entry.get("to")))
+        if ends[0] == ends[1]:
+            raise ClusterError(f"[[links]]: {ends[0]!r} is linked to itself")
+        if not isinstance(entry.get("both_ways", True), bool):
+            raise ClusterError(f"[[links]] {ends[0]} → {ends[1]}: both_ways = {entry['both_ways']!r}; it takes true or false")
         for end in ends:
             if end not in names:
                 near = difflib.get_close_matches(end, names, n=2, cutoff=0.3)
@@ -249,7 +262,10 @@ def _devices_of(
     resolve: Callable[[str, int | None], Device] | None,
 ) -> list[Device]:
     kind = str(entry.get("type", ""))
-    figures = {k: v for k, v in entry.items() if k not in ("name", "type", "count")}
+    where = f"[[device]] {entry.get('name', kind)}"
+    figures = {k: _number(entry, k, where) for k in entry if k not in ("name", "type", "count")}
+    if kind == "cpu" and set(figures) - {"memory_gib"}:
+        raise ClusterError(f"{where}: a CPU lane takes memory_gib alone; its times are measured")
     needed = {"bf16_tflops", "memory_gb_per_s", "memory_gib"}
     if kind in catalogue or kind == "cpu" or not needed <= set(figures):
         if not kind:
@@ -260,7 +276,7 @@ def _devices_of(
     else:
         made = _modelled(kind or str(entry.get("name", "gpu")), figures)
     stem, count = str(entry.get("name", made.name)), entry.get("count", 1)
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ClusterError(f"[[device]] {stem}: count = {count!r}; it takes a whole number from 1")
     return [replace(made, name=stem if count == 1 else f"{stem}#{i}") for i in range(count)]
 
@@ -268,8 +284,15 @@ def _devices_of(
 def _link_of(entry: Mapping[str, Any], where: str) -> Link:
     if ("gbps" in entry) == ("gb_per_s" in entry):
         raise ClusterError(f"{where}: give one of gbps (1e9 bits a second) and gb_per_s (1e9 bytes a second)")
-    rate = float(entry["gb_per_s"]) if "gb_per_s" in entry else float(entry["gbps"]) / 8
-    return Link(rate, float(entry.get("latency_us", DEFAULT_LATENCY_US)))
+    rate = _number(entry, "gb_per_s", where) if "gb_per_s" in entry else _number(entry, "gbps", where) / 8
+    return Link(rate, _number(entry, "latency_us", where) if "latency_us" in entry else DEFAULT_LATENCY_US)
+
+
+def _number(entry: Mapping[str, Any], key: str, where: str) -> float:
+    value = entry[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ClusterError(f"{where}: {key} = {value!r}; it takes a number, 0 or more")
+    return float(value)
 
 
 def _split_link(text: str) -> tuple[str, re.Match[str]]:

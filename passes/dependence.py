@@ -7,7 +7,7 @@ the strongest one, ``bytes`` the sum over distinct values, which is what crosses
 - raw: b reads what a made.
 - war: a reads the old content of a graph input that b overwrites. Nothing crosses.
 - waw: a and b overwrite the same graph input.
-- effect: a and b print, assert or draw from a generator; they keep their order.
+- effect: a and b print or draw from a generator; they keep their order.
 """
 
 from __future__ import annotations

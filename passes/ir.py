@@ -222,12 +222,18 @@ class Profile:
         """Raises :class:`ProfileError` for a missing row, and for times that are NaN, negative or infinite."""
         devices = list(devices)
         for kernel in kernels:
-            if not any(self.us(kernel, d) < float("inf") for d in devices):
-                raise ProfileError(f"kernel {kernel!r} has no time on any of {', '.join(devices)}")
+            self.us(kernel, "")  # Raises for a missing row.
             for device in devices:
                 timing = self.times[kernel].get(device)
-                if timing is not None and not 0 <= timing.us < float("inf"):
-                    raise ProfileError(f"kernel {kernel!r} on {device!r} takes {timing.us} µs, which is not a time")
+                if timing is not None and not (0 <= timing.us < float("inf") and 0 <= timing.spread < float("inf")):
+                    raise ProfileError(
+                        f"kernel {kernel!r} on {device!r} takes {timing.us} ± {timing.spread} µs, which is not a time"
+                    )
+            if not any(d in self.times[kernel] for d in devices):
+                raise ProfileError(f"kernel {kernel!r} has no time on any of {', '.join(devices)}")
+        for device, us in self.cut_us.items():
+            if not 0 <= us < float("inf"):
+                raise ProfileError(f"the price of a cut on {device!r} is {us} µs, which is not a time")
 
     @classmethod
     def of(cls, times: Mapping[str, Mapping[str, float]], source: str = "file") -> Profile:

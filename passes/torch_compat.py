@@ -232,6 +232,15 @@ def weak_storage(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+@contextlib.contextmanager
+def unlimited_recompiles() -> Iterator[None]:
+    """Lifts dynamo's limit on how often one function is compiled, beyond which it silently runs it uncompiled."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
+        yield
+
+
 def calling_compile() -> Any:
     """The object that stands for one ``torch.compile`` call, when a backend is being called by it; else None."""
     frame = sys._getframe(1)

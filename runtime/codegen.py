@@ -174,12 +174,13 @@ def _keeps_old_content(module: fx.GraphModule) -> bool:
     Inductor drops such a clone; compiled kernel by kernel it survives.
     """
     copies = [n for n in module.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    same = (torch.ops.aten.clone.default, torch.ops.aten.copy.default)
     overwritten = {n.args[0] for n in copies}
 
     def kept(copy: fx.Node) -> bool:
         node = copy.args[1]
-        while isinstance(node, fx.Node) and (node.target is torch.ops.aten.clone.default or is_free(node)):
-            node = node.args[0]
+        while isinstance(node, fx.Node) and (node.target in same or is_free(node)):
+            node = node.args[1 if node.target is torch.ops.aten.copy.default else 0]
         return node in overwritten and node is not copy.args[0]
 
     return len(copies) > 1 and any(kept(n) for n in copies)

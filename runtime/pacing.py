@@ -112,8 +112,11 @@ class PacedRequest:
         return arrival
 
     def received(self, lane: int, arrival: float) -> None:
-        """Called when ``lane`` has its copy: waits until the value would have arrived."""
-        self._reach(lane, max(self.clock[lane], arrival))
+        """Called when ``lane`` has its copy: waits until the value would have arrived, if that is not past for the lane."""
+        if arrival > self.clock[lane]:
+            self._reach(lane, arrival)
+        else:
+            self.steps[lane] += 1
 
     def _reach(self, lane: int, deadline: float) -> None:
         self.steps[lane] += 1

@@ -48,8 +48,8 @@ class ProfileCache:
             if data["key"] != dict(key):
                 raise ValueError("it is about something else")
             timing = Timing(float(data["us"]), float(data["spread"]), str(data["source"]))
-            if not (math.isfinite(timing.us) and timing.us >= 0):
-                raise ValueError(f"{timing.us} µs is not a time")
+            if not (0 <= timing.us < math.inf and 0 <= timing.spread < math.inf and timing.source == "measured"):
+                raise ValueError(f"{timing} is not a measured time")
             return timing
         except FileNotFoundError:
             return None

@@ -95,6 +95,7 @@ def profile(
 
 def _calibration(graph: KernelGraph, alone: Mapping[str, Timing], timer: _Timer) -> tuple[float | None, float]:
     """(whole graph / sum of kernels, µs a seam costs); (None, 0) where not everything could be timed."""
+    alone = {name: t for name, t in alone.items() if graph[name].outputs or graph[name].writes}
     if any(t.source != "measured" for t in alone.values()) or len(alone) < 2:
         return None, 0.0
     whole = timer.whole()
@@ -128,16 +129,20 @@ class _Timer:
 
     def kernel(self, kernel: Kernel) -> Timing:
         modelled = Timing(roofline_us(kernel, self.graph, self.device), source="modelled")
-        if kernel.effect or (kernel.needs_data and self.real is None):
+        checks = not kernel.outputs and not kernel.writes  # An assertion: invented data need not satisfy it.
+        if checks or kernel.effect or (kernel.needs_data and self.real is None):
             return modelled
         try:
             timing = self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
         except Exception as error:
-            warnings.warn(
-                f"kernel {kernel.name} cannot be timed ({first_line(error)}); its time is modelled", TesseraWarning, stacklevel=2
-            )
+            self.failed(f"kernel {kernel.name} cannot be timed ({first_line(error)}); its time is modelled")
             return modelled
         return timing
+
+    def failed(self, reason: str) -> None:
+        """Warns, and keeps the reason for the report."""
+        self.codegen.fallbacks[reason] = reason
+        warnings.warn(reason, TesseraWarning, stacklevel=4)
 
     def whole(self) -> Timing | None:
         """The graph in one segment; None if it has effects, or cannot be run on the data at hand."""
@@ -148,9 +153,7 @@ class _Timer:
         try:
             return self._timed(key, [k.name for k in self.graph.kernels], outputs, self.real is not None)
         except Exception as error:
-            warnings.warn(
-                f"the whole graph cannot be timed ({first_line(error)}); times are not calibrated", TesseraWarning, stacklevel=2
-            )
+            self.failed(f"the whole graph cannot be timed ({first_line(error)}); times are not calibrated")
             return None
 
     def _timed(self, fingerprint: str, kernels: Sequence[str], outputs: Sequence[str], on_real: bool) -> Timing:

@@ -34,6 +34,8 @@ def make_cluster(description: str | Cluster | None = None) -> Cluster:
         try:
             with open(description, "rb") as file:
                 return cluster_from_table(tomllib.load(file), catalogue(), _this_machine)
+        except ClusterError as error:
+            raise ClusterError(f"{description}: {error}") from None
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ClusterError(f"cannot read the cluster file {description}: {error}") from error
     return parse_cluster("2xcpu" if description is None else description, catalogue(), _this_machine)

@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument(
         "--policy", choices=("throughput", "latency"), default="latency", help="what to plan for (default: %(default)s)"
     )
+    explain.add_argument(
+        "--pin", action="append", default=[], metavar="PATTERN=DEVICE", help="pin kernels or a module; repeatable"
+    )
+    explain.add_argument(
+        "--max-memory", action="append", default=[], metavar="DEVICE=SIZE", help="such as l40s=40GiB; repeatable"
+    )
     explain.add_argument("--json", type=Path, help="also write the report to this file")
     explain.set_defaults(run=_explain)
 
@@ -53,12 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
         return status
-    except TesseraError as error:
-        print(f"tessera {arguments.command}: {error}", file=sys.stderr)
-    except BrokenPipeError:
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)  # dynamo wraps what a backend raises.
+        if not isinstance(inner, (TesseraError, BrokenPipeError)):
+            raise
+        if isinstance(inner, TesseraError):
+            print(f"tessera {arguments.command}: {inner}", file=sys.stderr)
+            return 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader has seen enough.
         return 0
-    return 2
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -96,7 +105,10 @@ def _explain(arguments: argparse.Namespace) -> int:
     from .compiler import explain
     from .options import Options
 
-    options = Options.make({"cluster": arguments.cluster, "policy": arguments.policy})
+    pins, memory = (_mapping(pairs) for pairs in (arguments.pin, arguments.max_memory))
+    options = Options.make({"cluster": arguments.cluster, "policy": arguments.policy, "pins": pins, "max_memory": memory})
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise OptionsError(f"--json: no directory {arguments.json.parent}")
     made = _load(arguments.target)()
     if not (isinstance(made, tuple) and 2 <= len(made) <= 3 and callable(made[0]) and isinstance(made[1], tuple)):
         raise OptionsError(
@@ -108,6 +120,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         report.to_json(arguments.json)
     return 0
+
+
+def _mapping(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise OptionsError(f"{pair!r}: give NAME=VALUE")
+    return dict(pair.rsplit("=", 1) for pair in pairs)  # type: ignore[misc]
 
 
 def _load(target: str) -> Callable[[], Any]:

@@ -166,16 +166,19 @@ def _report_of(graphs: Sequence[Entry]) -> Report:
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | None = None) -> Callable[..., Report]:
     """Plans ``model`` for one call and builds nothing: ``explain(model)(*args, **kwargs)`` returns the report.
 
-    The call runs once, uncompiled, under ``torch.no_grad()``, to get past graph breaks. Tensors that it would overwrite and the
-    random generators are left as they were.
+    The call runs once, uncompiled, under ``torch.no_grad()``, to get past graph breaks. Tensors that its graphs would overwrite
+    and the CPU's random generator are left as they were. Python is not undone: what code between graphs, or an attribute assigned
+    in ``forward``, changes stays changed.
     """
     made = options if isinstance(options, Options) else Options.make(options)
     backend = _Explaining(made.with_changes(dryrun=made.dryrun or True))
 
     def run(*args: Any, **kwargs: Any) -> Report:
         compiled = torch.compile(model, backend=backend)
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch_compat.unlimited_recompiles():
             compiled(*args, **kwargs)
+        if not backend.graphs:
+            raise RuntimeError("torch.compile captured no graph of this call: it computes nothing, or dynamo skips its code")
         return _report_of(backend.graphs)
 
     return run
@@ -214,10 +217,17 @@ def _compile(
     untouched: bool = False,
 ) -> Callable[..., Any]:
     def inference(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from .pipeline import CompiledGraph
+        from .pipeline import CompiledGraph, unmatched_pins
 
         compiled = CompiledGraph(aten, inputs, options, torch_compat.static_input_indices(), len(graphs))
         graphs.append(compiled)
+        for pattern in unmatched_pins(options, [g.kernels for g in graphs if isinstance(g, CompiledGraph)]):
+            modules = ", ".join(sorted({k.module for k in compiled.kernels.kernels if k.module})[:12]) or "none"
+            warnings.warn(
+                f"pin {pattern!r} matches no kernel and no module so far; modules of this graph: {modules}",
+                TesseraWarning,
+                stacklevel=2,
+            )
         overwritten = [i for i, name in enumerate(compiled.kernels.inputs) if name in compiled.kernels.mutated]
 
         def call(args: list[Any]) -> list[Any]:
@@ -277,9 +287,13 @@ def _fall_back(
     if options.strict:
         raise FallbackError(reason)
     graphs.append(reason)
+    if isinstance(options.dryrun, str):
+        _report_of(graphs).to_json(options.dryrun)
     with _warned_lock:
         first = reason not in _warned
         _warned.add(reason)
     if first:
         warnings.warn(reason, TesseraWarning, stacklevel=3)
+    if options.dryrun:
+        return gm.forward  # A dry run builds nothing.
     return torch_compat.inductor_compile(gm, example_inputs)

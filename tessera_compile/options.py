@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .catalogue import make_cluster
@@ -15,6 +15,9 @@ from .passes.errors import ClusterError, OptionsError
 
 _POLICIES = ("latency", "throughput", "auto")
 _PLANNERS = ("milp", "single", "alternate", "random:SEED", "a saved plan's path ending in .json")
+#: Options of later versions, and the values that ask for what this one does anyway.
+_LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off"), "transport": ("auto",), "cuda_graphs": (False,)}
+_LATER_PLANNERS = ("layers", "attention-ffn", "prefill-decode", "replicas")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -27,11 +30,12 @@ class Options:
             None: two CPU lanes.
         policy: ``latency`` and ``auto`` run a plain call on the latency plan, ``throughput`` on the throughput plan.
         planner: ``milp``; ``single`` (the best one device); ``alternate`` and ``random:SEED``, for tests that any placement is
-            correct; or the path of a saved plan.
+            correct; or the path of a saved plan or report (JSON).
         pins: kernel or module glob → device.
-        max_memory: device → bytes, as a number or text such as ``"20GiB"``.
+        max_memory: device, by name or number → bytes, as a number or text such as ``"20GiB"``.
         profile: ``measure`` or ``model``.
         codegen: ``inductor``, ``eager`` (the same segments uncompiled), ``null`` (compute nothing, return the right shapes).
+        refine, transport, cuda_graphs: belong to GPU lanes, which this version does not execute; ``auto`` (and ``off``, False).
         time_limit, gap: when the solver may stop: seconds, relative gap.
         pace: on a cluster of data-sheet GPUs, let each run and transfer take its modelled time multiplied by this; 0: off.
             What comes of it is emulated, and says so.
@@ -48,6 +52,9 @@ class Options:
     max_memory: tuple[tuple[str, int], ...] = ()
     profile: str = "measure"
     codegen: str = "inductor"
+    refine: str = "auto"
+    transport: str = "auto"
+    cuda_graphs: bool = False
     time_limit: float = 10.0
     gap: float = 1e-3
     pace: float = 0.0
@@ -56,40 +63,54 @@ class Options:
     strict: bool = False
     seed: int = 0
 
+    saved_plans: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("pins", "max_memory"):
+            object.__setattr__(self, name, _pairs(name, getattr(self, name)))
+        for name in ("cluster", "planner", "dryrun"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        # Files are read now: an edited file is another value, which dynamo must not take for the old one.
+        if isinstance(self.cluster, str) and self.cluster.endswith(".toml"):
+            object.__setattr__(self, "cluster", make_cluster(self.cluster))
+        if isinstance(self.planner, str) and self.planner.endswith(".json") and not self.saved_plans:
+            try:
+                with open(self.planner, encoding="utf-8") as file:
+                    object.__setattr__(self, "saved_plans", file.read())
+            except (OSError, UnicodeDecodeError) as error:
+                raise OptionsError(f"planner={self.planner!r}: cannot read the saved plan: {error}") from error
+        if not isinstance(self.cluster, (str, Cluster, type(None))):
+            raise OptionsError(f"cluster={self.cluster!r}; it takes a string, a path, a Cluster or None")
+        names = make_cluster(self.cluster).names
+        memory = []
+        for device, limit in self.max_memory:
+            name = names[int(device)] if device.isdecimal() and device not in names and int(device) < len(names) else device
+            memory.append((name, parse_bytes(name, limit)))
+        object.__setattr__(self, "max_memory", tuple(sorted(memory)))
+        self._check()
+
     @classmethod
     def make(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
-        """Validates a mapping as ``torch.compile(options=…)`` hands it over.
+        """Options from a mapping as ``torch.compile(options=…)`` hands it over.
 
         Raises:
             OptionsError: names the option, and the nearest name or the values that it takes.
             ClusterError: the cluster cannot be read.
         """
-        if mode not in (None, "default"):
-            raise OptionsError(f"mode={mode!r}: this backend takes mode='default'; set its own options instead")
-        known = {f.name for f in fields(cls)}
-        values = dict(options or {})
-        for name in values:
+        if mode not in (None, "default", "reduce-overhead"):
+            raise OptionsError(f"mode={mode!r}: this backend takes 'default' and 'reduce-overhead'; set its own options instead")
+        known = {f.name for f in fields(cls) if f.name != "saved_plans"}
+        for name in options or {}:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-                raise OptionsError(
-                    f"unknown option {name!r}"
-                    + (f"; did you mean {near[0]!r}?" if near else f"; options are {', '.join(sorted(known))}")
-                )
-        for name in ("pins", "max_memory"):
-            if name in values:
-                values[name] = _pairs(name, values[name])
-        if "max_memory" in values:
-            values["max_memory"] = tuple((d, parse_bytes(d, m)) for d, m in values["max_memory"])
-        if isinstance(values.get("dryrun"), os.PathLike):
-            values["dryrun"] = os.fspath(values["dryrun"])
-        made = cls(**values)
-        made._check()
-        return made
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+                hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(sorted(known))}"
+                raise OptionsError(f"unknown option {name!r}; {hint}")
+        return cls(**(options or {}))
 
     def with_changes(self, **changes: Any) -> Options:
-        made = replace(self, **changes)
-        made._check()
-        return made
+        """The same options but for ``changes``, validated."""
+        return replace(self, **changes)
 
     def resolved_cluster(self) -> Cluster:
         """The cluster with ``max_memory`` applied."""
@@ -109,12 +130,17 @@ class Options:
             if isinstance(value, bool) or not isinstance(value, kind) or not good(value):
                 raise OptionsError(f"{name}={value!r}; it takes {what}")
 
-        if not isinstance(self.cluster, (str, Cluster, type(None))):
-            raise OptionsError(f"cluster={self.cluster!r}; it takes a string, a Cluster or None")
         choice("policy", _POLICIES)
+        for name, allowed in _LATER.items():
+            if getattr(self, name) not in allowed:
+                raise OptionsError(
+                    f"{name}={getattr(self, name)!r}: not in this version; it takes {' or '.join(map(repr, allowed))}"
+                )
         choice("profile", ("measure", "model"))
         choice("codegen", ("inductor", "eager", "null"))
         planner = self.planner
+        if planner in _LATER_PLANNERS:
+            raise OptionsError(f"planner={planner!r}: not in this version; it takes {', '.join(_PLANNERS)}")
         if not (
             planner in ("milp", "single", "alternate", "random")
             or (isinstance(planner, str) and (re.fullmatch(r"random:\d+", planner) or planner.endswith(".json")))
@@ -127,6 +153,8 @@ class Options:
         number("seed", int, lambda v: v >= 0, "a whole number from 0")
         if not isinstance(self.strict, bool):
             raise OptionsError(f"strict={self.strict!r}; it takes True or False")
+        if self.dryrun and self.pace:
+            raise OptionsError("dryrun and pace: a dry run executes nothing that could be paced; drop one of them")
         if not isinstance(self.dryrun, (bool, str)):
             raise OptionsError(f"dryrun={self.dryrun!r}; it takes True, False or a path")
         cluster = self.resolved_cluster()
@@ -140,15 +168,16 @@ class Options:
 
 
 def parse_bytes(device: str, text: object) -> int:
-    """``"20GiB"``, ``"1.5GB"`` or a number of bytes → bytes; ``device`` is named in the error."""
+    """``"20GiB"``, ``"1.5gb"`` or a number of bytes → bytes; ``device`` is named in the error."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", text.strip()) if isinstance(text, str) else None
-    if match is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.strip(), re.IGNORECASE) if isinstance(text, str) else None
+    unit = None if match is None else next((u for u in _UNITS if u.lower() == match[2].lower()), None)
+    if match is None or unit is None:
         raise OptionsError(
             f"max_memory for {device!r} is {text!r}; it takes a number of bytes or text such as '20GiB' or '1.5GB'"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _UNITS[unit])
 
 
 def _pairs(name: str, value: object) -> tuple[tuple[str, Any], ...]:

@@ -7,10 +7,10 @@ then the executor compiles the segments. Each step is logged with its time at IN
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import fx
 from .options import Options
 from .passes import depend, lower, partition, schedule, verify
 from .passes.cluster import Cluster
-from .passes.errors import FallbackError, TesseraWarning
+from .passes.errors import PlanError
 from .passes.ir import KernelGraph, Plan, Profile
 from .passes.partitioning import matching, pinned
 from .passes.placements import place
@@ -66,13 +66,20 @@ class CompiledGraph:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Runs the graph once; ``args`` are its inputs in order, in a list that is emptied."""
+        fresh = False
         if self.executor is None:
             with self._lock:
                 if self.executor is None:
                     self.build(args)
+                    fresh = True
         executor = self.executor
         assert executor is not None
-        return executor(args)
+        try:
+            return executor(args)
+        except Exception:
+            if fresh:  # Planned on the tensors of a call that fails: the next one plans again.
+                self.executor = self.report = None
+            raise
 
     def current_report(self) -> GraphReport | None:
         """The report, with what emulated requests have shown so far; None until the graph is planned."""
@@ -134,19 +141,9 @@ class CompiledGraph:
 def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options) -> Plan:
     """The plan that ``options.planner`` and ``options.policy`` ask for."""
     placement: dict[str, str] | None = None
-    pins = {}
-    for pattern, device in options.pins:
-        if matching(kernels, pattern):
-            pins[pattern] = device
-            continue
-        # Not an error: a model may have several graphs, and the pin may be about another one.
-        modules = ", ".join(sorted({k.module for k in kernels.kernels if k.module})[:12]) or "none"
-        message = f"pin {pattern!r} matches no kernel and no module of this graph; modules here: {modules}"
-        if options.strict:
-            raise FallbackError(message)
-        warnings.warn(message, TesseraWarning, stacklevel=2)
+    pins = {pattern: device for pattern, device in options.pins if matching(kernels, pattern)}
     if options.planner.endswith(".json"):
-        placement = dict(Plan.load(options.planner).placement)
+        placement = saved_placement(options, kernels) | pinned(kernels, pins)
     elif options.planner != "milp":
         placement = place(options.planner, ddg, times, cluster, seed=options.seed) | pinned(kernels, pins)
     return partition(
@@ -163,3 +160,30 @@ def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cl
         placement=placement,
         planner=options.planner,
     )
+
+
+def saved_placement(options: Options, kernels: KernelGraph) -> dict[str, str]:
+    """The placement for this graph in the saved plan, or in the saved report, that ``options.planner`` names.
+
+    Raises:
+        PlanError: the file is neither, or none of its plans is for this graph.
+    """
+    try:
+        data = json.loads(options.saved_plans)
+        texts = [json.dumps(g["plan"]) for g in data["graphs"]] if "graphs" in data else [options.saved_plans]
+        plans = [Plan.from_json(text) for text in texts]
+    except (ValueError, KeyError, TypeError, PlanError) as error:
+        raise PlanError(f"{options.planner} is neither a saved plan nor a saved report: {error}") from error
+    wanted = {k.name for k in kernels.kernels}
+    for plan in plans:
+        if set(plan.placement) == wanted:
+            return dict(plan.placement)
+    raise PlanError(
+        f"{options.planner} has no plan for this graph of {len(wanted)} kernels ({', '.join(sorted(wanted)[:3])} …); of a model "
+        "that has several graphs, save the report, not the plan of one of them"
+    )
+
+
+def unmatched_pins(options: Options, graphs: Sequence[KernelGraph]) -> list[str]:
+    """Patterns of ``options.pins`` that match nothing in any of ``graphs``."""
+    return [pattern for pattern, _ in options.pins if not any(matching(g, pattern) for g in graphs)]

@@ -46,7 +46,7 @@ class GraphReport:
         lines.append(f"  seconds: {times}")
         how = sorted({t.source for row in self.profile.times.values() for t in row.values()})
         lines.append(f"  times are {' and '.join(how)}")
-        lines += [f"  {line}" for line in self._ceilings()]
+        lines += [f"  {line}" for line in self.ceilings()]
         if self.emulation is not None:
             predicted = self.plan.makespan_us
             ratio = f" ({self.emulation.mean_us / predicted:.3f}× the plan's makespan)" if predicted else ""
@@ -95,7 +95,7 @@ class GraphReport:
             "cluster": json.loads(self.cluster.to_json()),
         }
 
-    def _ceilings(self) -> list[str]:
+    def ceilings(self) -> list[str]:
         """What any mix of kernels could gain at most on each pair of unlike data-sheet GPUs, by their figures alone."""
         types = list({d.type: d for d in self.cluster.devices if d.kind == "modelled"}.values())
         return [
@@ -107,6 +107,11 @@ class GraphReport:
 def _verdict(plan: Plan) -> str:
     """The plan against each device alone, on the plan's own objective."""
     what = "bottleneck" if plan.objective == "throughput" else "makespan"
+    if plan.objective == "throughput" and len(plan.baselines) == len(plan.devices) > 1 and all(plan.baselines.values()):
+        together = 1 / sum(1 / us for us in plan.baselines.values())
+        what = (
+            f"a replica on each device would serve a request every {together:.1f} µs (mixtures are not in this version); {what}"
+        )
     alone = [f"{d} alone {us:.1f} µs ({us / plan.value_us:.3f}×)" for d, us in plan.baselines.items() if plan.value_us > 0]
     return f"{what} {plan.value_us:.1f} µs; " + ("; ".join(alone) if alone else "no device fits it alone")
 

@@ -148,8 +148,8 @@ def whisper() -> Example:
 
     config = WhisperConfig(
         vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16, max_source_positions=32, max_target_positions=32, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=16, max_source_positions=32, max_target_positions=32,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     sound = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(7))
     inputs = {"input_features": sound, "decoder_input_ids": _ids(128, 8), "use_cache": False}

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # The CPU part of the test suite on the GPU machine's torch (2.11), in one call, and what was run there as JSON in $OUT.
-# The machine has no registry: install first what it lacks (pytest, hypothesis, rich, diffusers) from wheels.
+# The machine has no registry: what it lacks (pytest, hypothesis, rich, diffusers) is taken from the wheels in .whl/, if there are any.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-build}
 mkdir -p "$out"
+if compgen -G '.whl/*.whl' > /dev/null; then
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target build/site .whl/*.whl || exit
+  export PYTHONPATH=$PWD/build/site
+fi
 python3 -m pip install -q --no-deps --no-build-isolation -e . || exit
 export TESSERA_CACHE_DIR=$(mktemp -d) TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) CUDA_VISIBLE_DEVICES=
 python3 -m pytest -q -p no:cacheprovider "$@" 2>&1 | tee "$out/core_tests.log"

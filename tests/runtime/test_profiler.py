@@ -1,4 +1,4 @@
-"""Times are measured where there is something to measure, modelled by the published formula elsewhere, and touch nobody's state."""
+"""Times are measured where there is something to measure, modelled by formula elsewhere, and touch nobody's state."""
 
 from __future__ import annotations
 
@@ -150,9 +150,14 @@ def test_indices_are_invented_within_range():
 
 def test_invented_inputs_have_the_shapes_of_the_real_ones():
     args = [
-        torch.randn(3, 4).t(), torch.zeros(5, dtype=torch.int32), torch.zeros(2, dtype=torch.bool), torch.randn(1, 4).expand(3, 4),
-        torch.randn(2, dtype=torch.complex64), torch.randn(0, 3), torch.tensor(1.0, dtype=torch.float64),
-    ]  # fmt: skip
+        torch.randn(3, 4).t(),
+        torch.zeros(5, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.bool),
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(2, dtype=torch.complex64),
+        torch.randn(0, 3),
+        torch.tensor(1.0, dtype=torch.float64),
+    ]
     graph = lowered(lambda *a: [x + 0 for x in a], args)
     state = torch.get_rng_state()
     first, second = (list(invented_inputs(graph, graph.inputs)) for _ in range(2))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tessera_compile import compiler
+from tessera_compile import pipeline
 from tessera_compile.compiler import executors, report, tessera
 from tessera_compile.passes import torch_compat
 from tessera_compile.runtime.codegen import Codegen
@@ -23,7 +23,7 @@ from tessera_compile.runtime.codegen import Codegen
 PLACEMENTS = [(planner, cluster) for planner in ("alternate", "random:1", "random:2", "single") for cluster in ("2xcpu", "3xcpu")]
 # Those two leave the first kernel at home, and one lane alone runs in the caller's thread.
 PLACEMENTS += [("random:5", "2xcpu"), ("single", "cpu")]
-FEW = [("alternate", "2xcpu"), ("random:5", "3xcpu"), ("single", "2xcpu"), ("single", "cpu")]
+FEW = [("alternate", "2xcpu"), ("random:5", "3xcpu"), ("single", "cpu")]
 
 
 def options(planner: str = "alternate", cluster: str = "2xcpu", codegen: str = "eager") -> dict[str, Any]:
@@ -121,7 +121,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-class EveryPlacement(compiler.CompiledGraph):
+class EveryPlacement(pipeline.CompiledGraph):
     """One graph built for each placement in turn, so that dynamo, AOTAutograd and lowering work once for all of them."""
 
     current = PLACEMENTS[0]
@@ -146,10 +146,10 @@ class EveryPlacement(compiler.CompiledGraph):
 
 def compare(build: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls one copy of the case eagerly and one compiled, for every placement, and compares after every call."""
-    monkeypatch.setattr(compiler, "CompiledGraph", EveryPlacement)
+    monkeypatch.setattr(pipeline, "CompiledGraph", EveryPlacement)
     # Eager pieces do not depend on lanes or threads: placements share those that are equal.
     codegen = Codegen("eager")
-    monkeypatch.setattr(compiler, "Codegen", lambda *_, **__: codegen)
+    monkeypatch.setattr(pipeline, "Codegen", lambda *_, **__: codegen)
     torch.manual_seed(0)
     ours = build()
     compiled = torch.compile(ours.model, backend="tessera", options=options(), dynamic=ours.dynamic)
@@ -555,7 +555,8 @@ def swapped_inputs() -> Case:
 @case
 def kept_before_it_is_updated() -> Case:
     def f(x, old):
-        old.copy_(x.clone())
+        kept = x.clone()
+        old.copy_(kept)
         x.mul_(2)
 
     x, old = rand(3, 3), rand(3, 3)
@@ -1103,7 +1104,6 @@ def test_captured_assertions_still_raise():
     [
         ("sizes_that_turn_dynamic", "alternate"),
         ("views_of_one_output", "alternate"),
-        ("update_of_a_view", "alternate"),
         # Fail: Inductor drops the copy that keeps the old content, where both writes are in one segment.
         ("swapped_buffers", "single"),
         ("kept_before_it_is_updated", "single"),
@@ -1174,8 +1174,8 @@ def drawn(function, planner, cluster, codegen):
 @pytest.mark.parametrize(
     ("function", "ways"),
     [
-        (drawing, [(*p, "eager") for p in FEW] + [("single", "2xcpu", "inductor"), ("alternate", "2xcpu", "inductor")]),
-        (drawing_more, [(*p, "eager") for p in PLACEMENTS]),
+        (drawing, [(*p, "eager") for p in FEW] + [("alternate", "2xcpu", "inductor")]),
+        (drawing_more, [(*p, "eager") for p in FEW]),
     ],
     ids=["drawing", "drawing_more"],
 )

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from tessera_compile.compiler import executors, report
 from tessera_compile.runtime import replicas
 
-PLACEMENTS = [("alternate", "2xcpu"), ("random:1", "2xcpu"), ("random:5", "2xcpu"), ("random:5", "3xcpu"), ("single", "2xcpu")]
+PLACEMENTS = [("alternate", "2xcpu"), ("random:5", "3xcpu"), ("random:8", "2xcpu")]
 
 
 def compiled_with(
@@ -136,7 +136,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_seen(change):
     x = torch.randn(3, 4)
-    for planner, cluster in (("alternate", "2xcpu"), ("random:5", "3xcpu")):
+    for planner, cluster in PLACEMENTS[:2] if change == "add" else PLACEMENTS[1:2]:
         torch._dynamo.reset()
         torch.manual_seed(1)
         model = mlp()
@@ -169,14 +169,16 @@ def test_weight_over_the_memory_of_an_earlier_one(old_is_kept):
         torch.testing.assert_close(compiled(x), f(x))
         assert away(compiled)
         kept = [lin.weight] if old_is_kept else []
-        version, data = lin.weight._version, lin.weight.data
+        version, data, identity = lin.weight._version, lin.weight.data, id(lin.weight)
         lin.weight = None
         while data._version < version:
             data.mul_(-3)
         lin.weight = nn.Parameter(data)
+        while not old_is_kept and id(lin.weight) != identity and len(kept) < 1000:
+            kept.append(lin.weight)
+            lin.weight = nn.Parameter(data)
         assert lin.weight._version == version
         torch.testing.assert_close(compiled(x), f(x))
-    del kept
     ran(compiled, 2)
 
 
@@ -240,7 +242,7 @@ def test_functional_call_with_alternating_weights(kind):
     def f(weights, x):
         return functional_call(model, weights, (x,))
 
-    for planner, cluster in PLACEMENTS:
+    for planner, cluster in PLACEMENTS[:2]:
         torch._dynamo.reset()
         compiled = compiled_with(f if kind == "function" else model, planner, cluster)
         with torch.no_grad():
@@ -256,21 +258,18 @@ def test_functional_call_with_alternating_weights(kind):
         ran(compiled, 7)
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_state_follows_eager_for_eight_steps(codegen):
-    placements = [*PLACEMENTS, ("random:2", "3xcpu"), ("random:7", "3xcpu"), ("random:8", "2xcpu")]
-    for planner, cluster in placements if codegen == "eager" else placements[:1]:
+def test_state_follows_eager_for_eight_steps():
+    for planner, cluster in [*PLACEMENTS, ("random:2", "3xcpu"), ("random:7", "3xcpu"), ("single", "2xcpu")]:
         torch._dynamo.reset()
         torch.manual_seed(2)
         eager = Cached().eval()
         ours = copy.deepcopy(eager)
-        compiled = compiled_with(ours, planner, cluster, codegen)
+        compiled = compiled_with(ours, planner, cluster)
         with torch.no_grad():
             for i in range(8):
                 x, at = torch.randn(1, 4), torch.tensor([i])
-                torch.testing.assert_close(
-                    compiled(x, at), eager(x, at), msg=lambda m, i=i: f"step {i}, {planner} {cluster}: {m}"
-                )
+                where = f"step {i}, {planner} on {cluster}"
+                torch.testing.assert_close(compiled(x, at), eager(x, at), msg=lambda m, where=where: f"{where}: {m}")
                 torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
         ran(compiled, 8)
 
@@ -329,7 +328,7 @@ def test_state_changed_by_the_caller_between_calls():
         nothing,
         zero,
     ]
-    for planner, cluster in [*PLACEMENTS, ("random:7", "3xcpu"), ("random:8", "2xcpu")]:
+    for planner, cluster in [*PLACEMENTS, ("random:7", "3xcpu")]:
         torch._dynamo.reset()
         torch.manual_seed(2)
         eager = Cached().eval()
@@ -345,23 +344,25 @@ def test_state_changed_by_the_caller_between_calls():
         ran(compiled, len(changes))
 
 
-def test_state_passed_as_an_argument():
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_state_passed_as_an_argument(codegen):
     def f(x, cache):
         before = cache @ x
         cache.mul_(0.5).add_(x @ x)
         return cache @ before, before
 
-    for planner, cluster in [*PLACEMENTS, ("random:8", "2xcpu")]:
+    for planner, cluster in PLACEMENTS if codegen == "eager" else PLACEMENTS[-1:]:
         torch._dynamo.reset()
-        compiled = compiled_with(f, planner, cluster)
+        compiled = compiled_with(f, planner, cluster, codegen)
         ours = [torch.ones(3, 3), torch.full((3, 3), 2.0)]
         eager = [t.clone() for t in ours]
         with torch.no_grad():
-            for i in (0, 1, 1, 0, 0, 1):
+            for i in (0, 1, 1, 0, 0, 1, 1, 0):
                 x = torch.randn(3, 3)
                 torch.testing.assert_close(compiled(x, ours[i]), f(x, eager[i]))
                 torch.testing.assert_close(ours, eager)
-        ran(compiled, 6)
+        ran(compiled, 8)
+        assert planner != "random:8" or away(compiled)
 
 
 def test_growing_slice_of_a_cache():

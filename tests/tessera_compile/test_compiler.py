@@ -11,7 +11,7 @@ import tessera_compile
 from tessera_compile import Plan, Report
 from tessera_compile.compiler import executors
 from tessera_compile.passes import verify
-from tessera_compile.passes.errors import FallbackError, InfeasibleError, OptionsError, PlanError, TesseraWarning
+from tessera_compile.passes.errors import InfeasibleError, OptionsError, PlanError, TesseraWarning
 
 QUICK = {"codegen": "eager", "profile": "model"}
 
@@ -171,6 +171,26 @@ def test_explain_of_a_method_with_an_in_place_argument():
     assert x.tolist() == [1, 1, 1]
 
 
+def test_explain_many_models_of_one_class():
+    for _ in range(12):
+        assert len(tessera_compile.explain(Net().eval())(torch.randn(4, 32)).graphs) == 1
+
+
+def test_explain_of_nothing():
+    with pytest.raises(RuntimeError, match="captured no graph"):
+        tessera_compile.explain(lambda: 3)()
+
+
+def test_dryrun_of_a_graph_that_falls_back_builds_nothing_and_still_reports(net, tmp_path):
+    path = tmp_path / "dry.json"
+    compiled = torch.compile(net, backend="tessera", options={**QUICK, "dryrun": path})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TesseraWarning)
+        compiled(torch.randn(4, 32)).sum().backward()
+    assert net.first.weight.grad is not None
+    assert "gradients" in Report.from_json(path.read_text()).fallbacks[0]
+
+
 def test_dryrun_runs_eagerly_on_one_lane_and_writes_its_report(net, tmp_path):
     x = torch.randn(4, 32)
     with torch.no_grad():
@@ -257,12 +277,20 @@ def test_pins_by_module_and_by_kernel(net):
 
 
 def test_pin_that_matches_nothing_warns(net):
-    with pytest.warns(TesseraWarning, match="pin 'thrid' matches no kernel"):
+    with pytest.warns(TesseraWarning, match="pin 'thrid' matches no kernel.*: first, second"):
         run(net, torch.randn(4, 32), {"pins": {"thrid": "cpu#1"}})
-    torch._dynamo.reset()
-    expect_error(
-        FallbackError, net, torch.randn(4, 32), {"pins": {"thrid": "cpu#1"}, "strict": True}, "modules here: first, second"
-    )
+
+
+def test_a_pin_may_be_about_one_of_several_graphs(net):
+    def function(x):
+        y = net(x)
+        torch._dynamo.graph_break()
+        return torch.cos(y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TesseraWarning)
+        compiled, _ = run(function, torch.randn(4, 32), {"pins": {"*addmm*": "cpu#1"}, "strict": True})
+    assert len(tessera_compile.report(compiled).graphs) == 2
 
 
 def test_saved_plan_is_followed_and_one_of_another_graph_refused(net, tmp_path):
@@ -276,7 +304,45 @@ def test_saved_plan_is_followed_and_one_of_another_graph_refused(net, tmp_path):
     again = tessera_compile.report(compiled).graphs[0].plan
     assert again.placement == plan.placement
     torch._dynamo.reset()
-    expect_error(PlanError, torch.nn.ReLU(), x, {"planner": str(tmp_path / "plan.json")}, "for another graph")
+    expect_error(PlanError, torch.nn.ReLU(), x, {"planner": str(tmp_path / "plan.json")}, "has no plan for this graph")
+
+
+def test_saved_report_is_a_plan_for_each_of_its_graphs(net, tmp_path):
+    def function(x):
+        y = net(x)
+        torch._dynamo.graph_break()
+        return torch.softmax(y @ y.t(), -1)
+
+    x, path = torch.randn(4, 32), tmp_path / "report.json"
+    compiled, _ = run(function, x, {"planner": "random:5"})
+    report = tessera_compile.report(compiled)
+    report.to_json(path)
+    torch.compiler.reset()
+    compiled, _ = run(function, x, {"planner": path, "pins": {"*softmax*": "cpu#1"}})
+    again = tessera_compile.report(compiled)
+    assert len(again.graphs) == 2
+    for old, new in zip(report.graphs, again.graphs, strict=True):
+        assert {k: d for k, d in new.plan.placement.items() if "amax" not in k} == {
+            k: d for k, d in old.plan.placement.items() if "amax" not in k
+        }
+
+
+def test_an_edited_plan_file_is_another_plan(net, tmp_path):
+    x, path = torch.randn(4, 32), tmp_path / "plan.json"
+    for planner in ("alternate", "single"):
+        torch.compiler.reset()
+        compiled, _ = run(net, x, {"planner": planner})
+        tessera_compile.report(compiled).graphs[0].plan.save(path)
+        expected = tessera_compile.report(compiled).graphs[0].plan.placement
+        compiled, _ = run(net, x, {"planner": str(path)})
+        assert tessera_compile.report(compiled).graphs[0].plan.placement == expected
+
+
+def test_plan_files_that_cannot_be_used(net, tmp_path):
+    with pytest.raises(OptionsError, match=r"nope\.json"):
+        tessera_compile.backend(planner=str(tmp_path / "nope.json"))
+    (tmp_path / "bad.json").write_text("{}")
+    expect_error(PlanError, net, torch.randn(4, 32), {"planner": str(tmp_path / "bad.json")}, "neither a saved plan nor")
 
 
 def test_memory_that_cannot_fit_names_the_biggest_items(net):
@@ -310,12 +376,30 @@ def test_memory_splits_what_fits_no_single_device(net):
         ({"time_limit": -1}, "seconds"),
         ({"inflight": 0}, "whole number from 1"),
         ({"strict": 1}, "True or False"),
+        ({"planner": "layers"}, "not in this version"),
+        ({"refine": "always"}, "not in this version"),
+        ({"transport": "nccl"}, "not in this version"),
+        ({"cuda_graphs": True}, "not in this version"),
+        ({"pace": -1}, "a factor"),
+        ({"pace": 10}, "cpu#0, cpu#1 runs in its own time"),
+        ({"pace": 10, "dryrun": True, "cluster": "l4,l40s"}, "drop one"),
     ],
 )
 def test_bad_options_name_the_option(net, options, match):
     expect_error(OptionsError, net, torch.randn(4, 32), options, match)
     with pytest.raises(OptionsError):
         tessera_compile.backend(**options)
+
+
+def test_options_are_one_hashable_value_however_they_are_made():
+    made = tessera_compile.Options.make({"pins": {"b": "cpu#1", "a": "cpu#0"}, "max_memory": {1: "2gb", "cpu#0": 5}})
+    direct = tessera_compile.Options(pins={"a": "cpu#0", "b": "cpu#1"}, max_memory={"cpu#0": 5, "cpu#1": 2 * 10**9})
+    assert made == direct
+    assert hash(made) == hash(direct)
+    assert made.resolved_cluster()["cpu#1"].memory == 2 * 10**9
+    with pytest.raises(OptionsError, match="gap"):
+        tessera_compile.Options(gap=2)
+    assert tessera_compile.Options.make({"refine": "off", "transport": "auto"}, "reduce-overhead").refine == "off"
 
 
 def test_unknown_device_names_the_nearest(net):
@@ -332,7 +416,8 @@ def test_mode(net):
             torch.compile(net, backend="tessera", mode="max-autotune")(x)
 
 
-def test_gradients_fall_back_to_inductor_with_one_warning(net):
+def test_gradients_fall_back_to_inductor_with_one_warning(net, monkeypatch):
+    monkeypatch.setattr("tessera_compile.compiler._warned", set())
     x = torch.randn(4, 32)
     compiled = torch.compile(net, backend="tessera", options=QUICK)
     with pytest.warns(TesseraWarning, match=r"no_grad\(\)"):
