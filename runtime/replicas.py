@@ -1,11 +1,12 @@
 """Copies of weights and state on lanes other than home, and whether they are still current.
 
 A replica is current when the caller passes the same tensor object, with the same storage, address, shape, strides and version
-counter as when it was copied. The storage is told by a weak reference, which also keeps its identity from being reused; the
-object by its id alone, since a weak reference to it would forbid ``torch.utils.swap_tensors``. AOTAutograd bumps the counter of
-an input that the graph mutates before our code runs, so counters are read outside its wrapper: by :func:`watch_call` at entry,
-and again at exit for state that a lane wrote. Tensors without a counter (inference tensors) are never current: they are copied
-on every call. Writes that no counter sees (``.data``, NumPy views) are not noticed.
+counter as when it was copied. The storage is told by a weak reference, which also keeps its identity from being reused. A weak
+reference to the tensor would forbid ``torch.utils.swap_tensors``: of weights the object itself is kept until the next call that
+passes another one; of state, which its owner may want to be rid of, the id. AOTAutograd bumps the counter of an input that the
+graph mutates before our code runs, so counters are read outside its wrapper: by :func:`watch_call` at entry, and again at exit
+for state that a lane wrote. Tensors without a counter (inference tensors) are never current: they are copied on every call.
+Writes that no counter sees (``.data``, NumPy views) are not noticed.
 
 A lane decides whether a replica is current when it comes to use it, not when the call was made: calls with other weights may
 stand between the two in the lane's queue.
@@ -41,13 +42,16 @@ class Sighting:
 @dataclass(frozen=True)
 class _Stamp:
     owner: int
+    kept: torch.Tensor | None  # Keeps the id from being reused.
     storage: Any
     place: tuple[object, ...]
     version: int
 
     @classmethod
-    def of(cls, owner: torch.Tensor, source: torch.Tensor, place: tuple[object, ...], version: int | None) -> _Stamp | None:
-        return None if version is None else cls(id(owner), torch_compat.weak_storage(source), place, version)
+    def of(cls, seen: Sighting, keep: bool) -> _Stamp | None:
+        if seen.version is None:
+            return None
+        return cls(id(seen.owner), seen.owner if keep else None, torch_compat.weak_storage(seen.source), seen.place, seen.version)
 
     def matches(self, seen: Sighting) -> bool:
         return self.owner == id(seen.owner) and (self.place, self.version) == (seen.place, seen.version)
@@ -77,14 +81,14 @@ class Replica:
             stamp, self._stamp = self._stamp, None
             if self.tensor is None or stamp is None or not stamp.matches(seen):
                 self.tensor = refreshed(self.tensor, seen.source)
-                stamp = _Stamp.of(seen.owner, seen.source, seen.place, seen.version)
+                stamp = _Stamp.of(seen, keep=not volatile)
             if not volatile:
                 self._stamp = stamp
             return self._use
 
     def mark(self, use: int, owner: torch.Tensor, source: torch.Tensor) -> None:
         """Says that the copy equals ``source`` as it is now, unless the lane has used it for another call since ``use``."""
-        stamp = _Stamp.of(owner, source, _place(source), _version(owner))
+        stamp = _Stamp.of(Sighting(source, owner, _place(source), _version(owner)), keep=False)
         with self._lock:
             if use == self._use:
                 self._stamp = stamp
@@ -92,11 +96,24 @@ class Replica:
 
 @dataclass
 class Watch:
-    """The tensors passed to one call, by storage, their counters at its entry, and what to do at its exit."""
+    """The tensors passed to one call with their counters at its entry, and what to do at its exit.
 
-    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    versions: dict[int, int | None] = field(default_factory=dict)
+    AOTAutograd hands on most tensors as they are, some as another object on the same memory: they are found by object first, else
+    by where they lie. Where two objects lie in one place nobody can say whose counter counts: None.
+    """
+
+    by_id: dict[int, tuple[torch.Tensor, int | None]] = field(default_factory=dict)
+    by_place: dict[tuple[object, ...], tuple[torch.Tensor, int | None]] = field(default_factory=dict)
     at_exit: list[Callable[[], None]] = field(default_factory=list)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        place, version = _place(tensor), _version(tensor)
+        other = self.by_place.get(place)
+        self.by_id[id(tensor)] = (tensor, version)
+        self.by_place[place] = (tensor, version if other is None or other[0] is tensor else None)
+
+    def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None] | None:
+        return self.by_id.get(id(tensor)) or self.by_place.get(_place(tensor))
 
 
 _current = threading.local()
@@ -108,9 +125,7 @@ def watch_call(args: Sequence[Any]) -> Iterator[None]:
     watch = Watch()
     for arg in args:
         if isinstance(arg, torch.Tensor) and arg.layout == torch.strided:
-            key = torch_compat.storage_key(arg)
-            watch.tensors.setdefault(key, arg)
-            watch.versions.setdefault(key, _version(arg))
+            watch.add(arg)
     outer = getattr(_current, "watch", None)
     _current.watch = watch
     try:
@@ -124,10 +139,9 @@ def watch_call(args: Sequence[Any]) -> Iterator[None]:
 def sight(source: torch.Tensor) -> Sighting:
     """``source`` as it was when the running call began."""
     watch: Watch | None = getattr(_current, "watch", None)
-    key = torch_compat.storage_key(source)
-    if watch is None or key not in watch.tensors:
-        return Sighting(source, source, _place(source), _version(source))
-    return Sighting(source, watch.tensors[key], _place(source), watch.versions[key])
+    found = None if watch is None else watch.find(source)
+    owner, version = found if found is not None else (source, _version(source))
+    return Sighting(source, owner, _place(source), version)
 
 
 def at_exit(source: torch.Tensor, action: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -135,9 +149,10 @@ def at_exit(source: torch.Tensor, action: Callable[[torch.Tensor, torch.Tensor],
     watch: Watch | None = getattr(_current, "watch", None)
     if watch is None:
         action(source, source)
-    else:
-        owner = watch.tensors.get(torch_compat.storage_key(source), source)
-        watch.at_exit.append(lambda: action(owner, source))
+        return
+    found = watch.find(source)
+    owner = source if found is None else found[0]
+    watch.at_exit.append(lambda: action(owner, source))
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

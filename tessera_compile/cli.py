@@ -126,7 +126,7 @@ def _mapping(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
             raise OptionsError(f"{pair!r}: give NAME=VALUE")
-    return dict(pair.rsplit("=", 1) for pair in pairs)  # type: ignore[misc]
+    return dict(pair.rsplit("=", 1) for pair in pairs)
 
 
 def _load(target: str) -> Callable[[], Any]:
