@@ -16,33 +16,19 @@ from __future__ import annotations
 
 import heapq
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from . import torch_compat
 from .errors import LoweringError
 from .extraction import extract
 from .ir import Kernel, KernelGraph, Origin, Value
-
-_GEMM = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm", "aten._grouped_mm", "aten.dot",
-         "aten.mv", "aten._scaled_grouped_mm"}  # fmt: skip
-_INDEX = {"aten.index", "aten._unsafe_index", "aten.embedding", "aten.gather", "aten.index_select"}
-_SCATTER = {"aten.index_put", "aten._unsafe_index_put", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce",
-            "aten.index_add", "aten.index_copy", "aten.masked_scatter"}  # fmt: skip
-_MOVE = {"aten.cat", "aten.constant_pad_nd", "aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter",
-         "aten.as_strided_scatter", "aten.flip", "aten.roll", "aten.repeat", "aten.lift_fresh_copy", "aten.copy",
-         "aten.clone"}  # fmt: skip
-_REDUCE = {"aten._softmax", "aten._log_softmax", "aten.logsumexp", "aten.native_layer_norm", "aten.native_group_norm",
-           "aten.var_mean", "aten.std_mean", "aten.aminmax", "prims.var", "prims.sum"}  # fmt: skip
-_RANDOM = {"prims.inductor_lookup_seed", "prims.inductor_random", "prims.inductor_randint"}
-_CHECKS = {"aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_constrain_range",
-           "aten.sym_constrain_range_for_size"}  # fmt: skip
+from .kernel_facts import byte_count, dim_text, flops, kind_of, module_path, needs_data, short_name, source_line, traffic
+from .operators import CHECKS, INDEX, SCATTER, is_effect, is_free, is_fusable, is_scalar, packet, sources, sources_through
 
 
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, static_inputs: Sequence[int] = ()) -> KernelGraph:
@@ -61,60 +47,6 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, static_inpu
     _drop_dead(gm.graph)
     grouping = _Grouping(gm)
     return _build(gm, grouping, frozenset(static_inputs))
-
-
-def is_free(node: fx.Node) -> bool:
-    """Whether ``node`` is cloned into its consumers: a view, a factory, or arithmetic on sizes."""
-    if node.op != "call_function" or node.target in (torch.ops.aten.copy_.default,):
-        return False
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and source.op == "call_function" and is_free(source)
-    if torch_compat.is_higher_order(node.target) or packet(node) in _CHECKS:
-        return False
-    tensors = [a for a in node.all_input_nodes if not _is_scalar(a)]
-    if _is_scalar(node):
-        # Sizes of a graph input are known to every consumer; sizes of a computed tensor belong to its producer.
-        return all(a.op == "placeholder" for a in tensors) and packet(node) != "aten._local_scalar_dense"
-    if isinstance(node.target, torch._ops.OpOverload):
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns):
-            return True
-        return not tensors and not is_effect(node) and isinstance(node.meta.get("val"), torch.Tensor)
-    return False
-
-
-def is_effect(node: fx.Node) -> bool:
-    """Whether the order of ``node`` among its like matters beyond its result: prints, draws from a generator, and writes."""
-    if node.op != "call_function":
-        return False
-    if torch_compat.is_higher_order(node.target):
-        return "effect" in str(node.target) or "print" in str(node.target)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target._schema.is_mutable or packet(node) == "aten._print":
-        return True
-    return torch.Tag.nondeterministic_seeded in node.target.tags and not _never_drops(node)
-
-
-def _never_drops(node: fx.Node) -> bool:
-    """Whether the operator only draws random numbers for a dropout that is switched off, as attention does."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":
-            value = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(value == 0)
-    return False
-
-
-def packet(node: fx.Node) -> str:
-    """``"aten.mm"`` for any overload of it; the plain text of other targets."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.overloadpacket)
-    return str(node.target)
-
-
-def _is_scalar(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -204,11 +136,6 @@ def _with_copies_last(gm: fx.GraphModule, passes: Callable[[fx.GraphModule], fx.
     return gm
 
 
-def sources_through(node: fx.Node) -> list[fx.Node]:
-    """``node`` itself if it is a placeholder, constant or kernel node, else what it is a view of."""
-    return sources(node) if node.op == "call_function" and is_free(node) else [node]
-
-
 def _known_target(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload) or torch_compat.is_higher_order(target):
         return True
@@ -238,30 +165,8 @@ def _attribute(gm: fx.GraphModule, target: str) -> Any:
 
 def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not is_effect(node) and packet(node) not in _CHECKS:
+        if node.op in ("call_function", "get_attr") and not node.users and not is_effect(node) and packet(node) not in CHECKS:
             graph.erase_node(node)
-
-
-def sources(node: fx.Node) -> list[fx.Node]:
-    """The placeholders, constants and kernel nodes that ``node`` reads, looking through free nodes; first use first."""
-    found: dict[fx.Node, None] = {}
-    seen: set[fx.Node] = set()
-
-    def visit(n: fx.Node) -> None:
-        if n in seen:
-            return
-        seen.add(n)
-        if n.op == "get_attr" and not isinstance(n.meta.get("val"), torch.Tensor):
-            return
-        if n.op in ("placeholder", "get_attr") or (n.op == "call_function" and not is_free(n)):
-            found[n] = None
-            return
-        for a in n.all_input_nodes:
-            visit(a)
-
-    for a in node.all_input_nodes:
-        visit(a)
-    return list(found)
 
 
 class _Grouping:
@@ -331,7 +236,7 @@ class _Grouping:
 
     def _place(self, node: fx.Node, readers: dict[fx.Node, list[fx.Node]]) -> None:
         producers = {self.group[s]: s for s in self.sources[node] if s in self.group}
-        if node.target is operator.getitem or (_is_scalar(node) and packet(node) != "aten._local_scalar_dense" and producers):
+        if node.target is operator.getitem or (is_scalar(node) and packet(node) != "aten._local_scalar_dense" and producers):
             self._join(node, max(producers), producers)
             return
         if is_fusable(node) and producers:
@@ -415,17 +320,6 @@ class _Grouping:
         return computing or self.members[group]
 
 
-def is_fusable(node: fx.Node) -> bool:
-    """Whether Inductor generates code for ``node`` that can be fused with its producer's."""
-    if not isinstance(node.target, torch._ops.OpOverload) or is_effect(node):
-        return False
-    if torch_compat.has_unbacked(node.meta.get("val")):
-        return False
-    name = packet(node)
-    known = name in _INDEX or name in _MOVE or name in _REDUCE or name in _RANDOM
-    return known or torch.Tag.pointwise in node.target.tags or torch.Tag.reduction in node.target.tags
-
-
 def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> KernelGraph:
     output = next(iter(reversed(gm.graph.nodes)))
     returned = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
@@ -467,25 +361,25 @@ def _build(gm: fx.GraphModule, grouping: _Grouping, static: frozenset[int]) -> K
                 if grouping.group.get(source) != group:
                     # A write needs the storage even where it does not read the old content.
                     inputs[source.name] = None
-        read, written = _traffic(members, grouping, group, set(outputs), values)
+        read, written = traffic(members, grouping.group, group, set(outputs), values)
         effect = any(is_effect(n) and n.target is not torch.ops.aten.copy_.default for n in members)
         kernels.append(
             Kernel(
-                name=f"k{number}_{_short(members)}",
+                name=f"k{number}_{short_name(members)}",
                 nodes=tuple(n.name for n in members),
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
                 writes=tuple(writes),
-                kind=_kind(members),
-                flops=sum(_flops(n) for n in members),
+                kind=kind_of(members),
+                flops=sum(flops(n) for n in members),
                 bytes_read=read,
                 bytes_written=written,
-                module=_module_path(members),
-                source=_source_line(members),
+                module=module_path(members),
+                source=source_line(members),
                 fingerprint="",
                 effect=effect,
-                data_dependent=any(packet(n) in _INDEX or packet(n) in _SCATTER for n in members),
-                needs_data=any(_needs_data(n, grouping.group, group) for n in members),
+                data_dependent=any(packet(n) in INDEX or packet(n) in SCATTER for n in members),
+                needs_data=any(needs_data(n, grouping.group, group) for n in members),
             )
         )
     storages: dict[int, str] = {}
@@ -523,7 +417,7 @@ def _output_storage(node: Any, storages: dict[int, str]) -> str | None:
         node = node.args[0]
     base = node
     while base.op == "call_function" and is_free(base) and base.all_input_nodes:
-        tensors = [a for a in base.all_input_nodes if not _is_scalar(a)]
+        tensors = [a for a in base.all_input_nodes if not is_scalar(a)]
         if not tensors:
             break
         base = tensors[0]
@@ -536,145 +430,8 @@ def _value(node: Any, origin: Origin) -> Value:
     val = node.meta["val"]
     if not isinstance(val, torch.Tensor):
         return Value(node.name, (), (), "symint" if not isinstance(val, float) else "float", "host", 8, origin, node.name)
-    shape = tuple(_dim(s) for s in val.shape)
-    strides = tuple(_dim(s) for s in val.stride()) if val.layout == torch.strided else ()
+    shape = tuple(dim_text(s) for s in val.shape)
+    strides = tuple(dim_text(s) for s in val.stride()) if val.layout == torch.strided else ()
     return Value(
-        node.name, shape, strides, str(val.dtype).removeprefix("torch."), str(val.device), _bytes(val), origin, node.name
+        node.name, shape, strides, str(val.dtype).removeprefix("torch."), str(val.device), byte_count(val), origin, node.name
     )
-
-
-def _dim(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size.node.expr)
-
-
-def _bytes(val: Any) -> int:
-    if not isinstance(val, torch.Tensor):
-        return 8
-    count = val.element_size()
-    for size in val.shape:
-        count *= torch_compat.size_hint(size)
-    return count
-
-
-def _numel(val: Any) -> int:
-    return _bytes(val) // val.element_size() if isinstance(val, torch.Tensor) else 1
-
-
-def _traffic(
-    members: list[fx.Node], grouping: _Grouping, group: int, outputs: set[str], values: dict[str, Value]
-) -> tuple[int, int]:
-    """Bytes that the kernel must read and write: what crosses its boundary, through the views that it is read by."""
-    read: dict[str, int] = {}
-    for node in members:
-        if node.target is torch.ops.aten.copy_.default:
-            continue
-        for position, arg in enumerate(node.all_input_nodes):
-            val = arg.meta.get("val")
-            if not isinstance(val, torch.Tensor) or grouping.group.get(arg) == group:
-                continue
-            count = _bytes(val)
-            if position == 0 and packet(node) in _INDEX:
-                count = min(count, _bytes(node.meta.get("val")))
-            for source in [arg] if arg in grouping.group or arg.op in ("placeholder", "get_attr") else sources(arg):
-                if source.name in values and grouping.group.get(source) != group:
-                    read[source.name] = read.get(source.name, 0) + count
-    written = sum(values[name].bytes for name in outputs)
-    return sum(min(count, values[name].bytes) for name, count in read.items()), written
-
-
-def _flops(node: fx.Node) -> int:
-    val = node.meta.get("val")
-    formula = flop_registry.get(node.target.overloadpacket) if isinstance(node.target, torch._ops.OpOverload) else None
-    if formula is not None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        return torch_compat.size_hint(formula(*args, **kwargs, out_val=val))
-    if node.target is operator.getitem or not isinstance(val, torch.Tensor):
-        return 0
-    if _is_reduction(node):
-        return max(_numel(a.meta.get("val")) for a in node.all_input_nodes)
-    return _numel(val) if is_fusable(node) and packet(node) not in _MOVE | _INDEX else 0
-
-
-def _needs_data(node: fx.Node, group_of: dict[fx.Node, int], group: int) -> bool:
-    """Whether zeros in integer inputs might be bad contents for ``node``.
-
-    Index zero is inside every dimension that is not empty, so an index operator is safe if its indices come into the kernel as
-    they are (through views and casts), and not if the kernel computes them. Others than ATen promise nothing about integers.
-    """
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims"):
-        if packet(node) not in _INDEX | _SCATTER:
-            return False
-        indices = [a for a in node.all_input_nodes if _is_integer(a)]
-        return any(_computed_inside(a, group_of, group) for a in indices)
-    if node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
-        return torch_compat.is_higher_order(node.target)
-    return any(_is_integer(a) for a in node.all_input_nodes)
-
-
-def _is_integer(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and not val.is_floating_point() and not val.is_complex() and val.dtype != torch.bool
-
-
-def _computed_inside(node: fx.Node, group_of: dict[fx.Node, int], group: int) -> bool:
-    while packet(node) == "prims.convert_element_type" and group_of.get(node) == group:
-        (node,) = node.all_input_nodes
-    if group_of.get(node) == group:
-        return True
-    return (
-        node.op == "call_function" and is_free(node) and any(_computed_inside(a, group_of, group) for a in node.all_input_nodes)
-    )
-
-
-def _kind(members: list[fx.Node]) -> str:
-    names = {packet(n) for n in members}
-    if names & _GEMM:
-        return "gemm"
-    if any("attention" in n for n in names):
-        return "attention"
-    if any("convolution" in n for n in names):
-        return "conv"
-    if any(_is_reduction(n) for n in members):
-        return "reduction"
-    if names & (_INDEX | _SCATTER):
-        return "index"
-    if names <= _MOVE | {"aten.copy_"}:
-        return "copy"
-    return "pointwise" if all(is_fusable(n) or packet(n) == "aten.copy_" for n in members) else "opaque"
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.reduction in node.target.tags or packet(node) in _REDUCE
-
-
-def _short(members: list[fx.Node]) -> str:
-    """A word for the kernel's name: its heaviest operator."""
-    real = [n for n in members if n.target is not operator.getitem] or members
-    if not is_fusable(real[0]):
-        heaviest = real[0]
-    else:
-        heaviest = max(real, key=lambda n: (packet(n) in _INDEX, _is_reduction(n), _flops(n)))
-    word = packet(heaviest).rsplit(".", 1)[-1].rsplit("::", 1)[-1]
-    return re.sub(r"\W+", "_", word).strip("_") or "op"
-
-
-def _module_path(members: list[fx.Node]) -> str:
-    for node in members:
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            path = re.sub(r"^L\['\w+'\](\[\d+\])*", "", str(list(stack.values())[-1][0]))
-            path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-            path = path.replace("._modules", "").strip(".")
-            if path:
-                return path
-    return ""
-
-
-def _source_line(members: list[fx.Node]) -> str:
-    for node in members:
-        found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        if found:
-            return f"{found[-1][0]}:{found[-1][1]}"
-    return ""

@@ -20,7 +20,7 @@ from ..passes import torch_compat
 from ..passes.errors import FallbackError, TesseraWarning
 from ..passes.extraction import Piece, extract
 from ..passes.ir import KernelGraph
-from ..passes.lowering import is_free
+from ..passes.operators import is_free
 from .philox import inductor_randint, inductor_random, inductor_seeds
 
 log = logging.getLogger(__name__)

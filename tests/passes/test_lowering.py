@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tessera_compile.passes import depend, lower
 from tessera_compile.passes.errors import LoweringError
 from tessera_compile.passes.extraction import extract
-from tessera_compile.passes.lowering import is_free
+from tessera_compile.passes.operators import is_free
 from tests.graphs import lowered
 
 T, U, V = (torch.full((4, 4), float(i)) for i in (1, 2, 3))

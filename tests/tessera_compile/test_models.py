@@ -11,7 +11,7 @@ import torch
 from tessera_compile import make_cluster
 from tessera_compile.passes import depend, partition, schedule, verify
 from tessera_compile.passes.extraction import extract
-from tessera_compile.passes.lowering import is_free
+from tessera_compile.passes.operators import is_free
 from tessera_compile.passes.placements import place
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.cpu_lanes import CpuLaneExecutor
