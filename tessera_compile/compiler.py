@@ -6,6 +6,7 @@ than one lane to plan for, or something that Inductor cannot be left alone with:
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -69,20 +70,37 @@ _DRAWS = {"randperm", "multinomial", "bernoulli", "normal", "poisson", "binomial
 def _inductor_suffices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether one lane may hand this dynamo graph to Inductor as it is.
 
-    Not where gradients may be needed, which is for the fallback to say; nor with two writes in place, where Inductor can lose the
-    old content of swapped buffers; nor with generators that it draws from in an order of its own.
+    Not where gradients may be needed, which is for the fallback to say; nor with two writes into inputs, where Inductor can lose
+    the old content of swapped buffers; nor with generators that it draws from in an order of its own.
     """
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
         return False
-    names = [n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes
-             if n.op in ("call_function", "call_method")]  # fmt: skip
-    writes = sum(n in ("setitem", "copy_") or n.endswith("_") or (n.startswith("i") and n[1:] in _OPERATORS) for n in names)
-    opaque = any(not isinstance(n.target, str) and isinstance(n.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-                 for n in gm.graph.nodes)  # fmt: skip
-    return writes < 2 and not opaque and not _DRAWS & set(names)
+    names, writes = set(), 0
+    for node in gm.graph.nodes:
+        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return False  # A custom operator may write whatever its schema says.
+        if node.op in ("call_function", "call_method"):
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            names.add(name)
+            writes += _writes(node, name) and _is_input(node.args[0])
+    return writes < 2 and not _DRAWS & names
 
 
-_OPERATORS = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul"}
+def _writes(node: fx.Node, name: str) -> bool:
+    """Whether ``node`` changes its first argument: ``x.add_``, ``x += y``, ``x[i] = y``, ``torch.relu_``."""
+    if not node.args or node.target in (operator.and_, operator.or_, operator.not_, operator.is_):
+        return False
+    return name == "setitem" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_input(node: Any) -> bool:
+    """Whether ``node`` may be a view of an input of the graph."""
+    while isinstance(node, fx.Node) and (node.op == "call_method" or node.target is operator.getitem) and node.args:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.op == "placeholder"
+
+
+_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")}
 
 
 class Backend:

@@ -205,6 +205,27 @@ def test_null_computes_nothing():
     assert executors(compiled)[0].runs == 1
 
 
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_results_do_not_share_the_storage_of_overwritten_inputs(codegen):
+    """A lane frees, sends and poisons them as its own, and overwrites the state again in its next request."""
+
+    def f(cache, at, row):
+        cache.index_copy_(0, at, row)
+        return cache * 1.5, cache @ row.t()
+
+    args = [torch.zeros(4, 3), torch.tensor([2]), torch.ones(1, 3)]
+    graph = lowered(torch.func.functionalize(f, remove="mutations"), args)
+    (writer,) = [k for k in graph.kernels if k.writes]
+    outputs = [v for v in writer.outputs if graph.values[v].storage == v]
+    assert outputs, "the new content should also be read by another kernel"
+    compiled = Codegen(codegen).compile(graph, [writer.name], outputs)
+    given = dict(zip(graph.inputs, args, strict=True))
+    results = compiled.call([given[name] for name in compiled.inputs])
+    assert args[0][2].tolist() == [1, 1, 1]
+    theirs = {a.untyped_storage().data_ptr() for a in args}
+    assert not theirs & {r.untyped_storage().data_ptr() for r in results}
+
+
 # Sharing
 
 

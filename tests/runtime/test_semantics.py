@@ -531,6 +531,30 @@ def kept_before_it_is_updated() -> Case:
 
 
 @case
+def kept_between_partial_and_full_update() -> Case:
+    def f(x, w):
+        x[1].add_(1)
+        kept = x.clone()
+        x.mul_(0.5)
+        return kept, x @ w
+
+    x = rand(3, 3)
+    return Case(f, [(x, rand(3, 3)), (x, rand(3, 3))])
+
+
+@case
+def read_between_partial_and_full_update() -> Case:
+    def f(x, w):
+        x[1].add_(1)
+        y = (w @ x) + x
+        x.mul_(0.5)
+        return y
+
+    x = rand(3, 3)
+    return Case(f, [(x, rand(3, 3)), (x, rand(3, 3))])
+
+
+@case
 def changed_shape_of_an_input() -> Case:
     def f(x, w):
         y = x @ w
@@ -1042,9 +1066,12 @@ def test_captured_assertions_still_raise():
     [
         ("sizes_that_turn_dynamic", "alternate"),
         ("views_of_one_output", "alternate"),
-        # Fail: Inductor drops the copy that keeps the old content, where both writes are in one segment.
+        # What Inductor itself gets wrong, or gives storage that the caller's tensor has.
         ("swapped_buffers", "single"),
         ("kept_before_it_is_updated", "single"),
+        ("kept_between_partial_and_full_update", "single"),
+        # What it gets wrong once a cut hands the half-updated state to another segment.
+        ("read_between_partial_and_full_update", "alternate"),
     ],
 )
 def test_compiled_like_eager(name, planner):

@@ -156,7 +156,6 @@ def test_changed_weights_are_seen(change):
 @pytest.mark.parametrize("old_is_kept", [True, False])
 def test_weight_over_the_memory_of_an_earlier_one(old_is_kept):
     """It counts its own writes, and may have as many as the old one; when that is gone, its id may even be the same."""
-    # Fails without the old one: an object is told by its id, which is free again when the object is.
     x = torch.randn(3, 4)
     lin = nn.Linear(4, 4, bias=False)
 
@@ -184,7 +183,6 @@ def test_weight_over_the_memory_of_an_earlier_one(old_is_kept):
 
 def test_weights_that_share_one_storage():
     """Parameters that are slices of one vector, as flattening makes them, count their writes each for itself."""
-    # Fails: of the tensors in one storage, the counter of the first argument stands for all.
     model, x = mlp(), torch.randn(3, 4)
     compiled = compiled_with(model)
     with torch.no_grad():

@@ -448,3 +448,29 @@ def test_steps_are_logged_at_info(net, caplog):
         run(net, torch.randn(4, 32))
     for step in ("lower", "depend", "profile", "partition", "schedule", "verify", "compile"):
         assert any(f": {step} took" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("function", "suffices"),
+    [
+        (lambda x, y: torch.relu(x) & 1 == 0 if x.dtype == torch.int64 else torch.relu(x) + y, True),
+        (lambda x, y: (x > 0) & (y > 0), True),
+        (lambda x, y: x.add_(1) + y, True),
+        (lambda x, y: torch.relu(x).add_(1).mul_(2) + y, True),  # Nothing of the caller's is written.
+        (lambda x, y: x.relu().add_(1).mul_(2) + y, False),  # It might be a view of x: the careful answer.
+        (lambda x, y: x.add_(1) + y.mul_(2), False),
+        (lambda x, y: torch.relu(x) + torch.randperm(3), False),
+        (lambda x, y: torch.ops.aten.relu(x) + y, False),
+    ],
+)
+def test_when_inductor_is_left_alone_with_one_lane(function, suffices):
+    from tessera_compile.compiler import _inductor_suffices
+
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.append(_inductor_suffices(gm, example_inputs))
+        return gm.forward
+
+    torch.compile(function, backend=backend)(torch.ones(3), torch.ones(3))
+    assert seen == [suffices]
