@@ -140,13 +140,13 @@ def first_call(name: str, backend: str) -> float:
 
 
 def compile_time(name: str, directory: str) -> dict[str, float]:
-    """Cold and warm seconds of both sides, with caches below ``directory``; warm is the median of three."""
+    """Cold and warm seconds of both sides, with caches below ``directory``; warm is the median of two."""
     found: dict[str, float] = {}
     directories = {side: f"{directory}/{side}" for side in ("tessera", "inductor")}
     for side, directory in directories.items():
         found[f"{side}_cold_s"] = _fresh(name, side, directory)
     warm: dict[str, list[float]] = {side: [] for side in directories}
-    for _ in range(3):
+    for _ in range(2):
         for side, directory in directories.items():
             warm[side].append(_fresh(name, side, directory))
     found |= {f"{side}_warm_s": statistics.median(times) for side, times in warm.items()}
