@@ -19,6 +19,7 @@ MOVE = {"aten.cat", "aten.constant_pad_nd", "aten.slice_scatter", "aten.select_s
          "aten.clone"}  # fmt: skip
 REDUCE = {"aten._softmax", "aten._log_softmax", "aten.logsumexp", "aten.native_layer_norm", "aten.native_group_norm",
            "aten.var_mean", "aten.std_mean", "aten.aminmax", "prims.var", "prims.sum"}  # fmt: skip
+RESHAPING_SCATTER = {"aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter", "aten.as_strided_scatter"}
 RANDOM = {"prims.inductor_lookup_seed", "prims.inductor_random", "prims.inductor_randint"}
 CHECKS = {"aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_constrain_range",
            "aten.sym_constrain_range_for_size"}  # fmt: skip

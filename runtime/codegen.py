@@ -20,7 +20,7 @@ from ..passes import torch_compat
 from ..passes.errors import FallbackError, TesseraWarning
 from ..passes.extraction import Piece, extract
 from ..passes.ir import KernelGraph
-from ..passes.operators import is_free
+from ..passes.operators import RESHAPING_SCATTER, SCATTER, is_free, packet
 from .philox import inductor_randint, inductor_random, inductor_seeds
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,11 @@ class Codegen:
         fakes = [n.meta["val"] for n in piece.module.graph.nodes if n.op == "placeholder"]
         if not kernels:
             return eager_call(piece.module), "eager"  # Views and factories alone: nothing to compile.
-        if len(kernels) > 1 and _keeps_old_content(piece.module):
-            return self._chain(graph, piece, kernels), "chain"
+        if _inductor_loses(piece.module):
+            # Kernel by kernel nothing is lost; a single kernel that does both runs uncompiled.
+            if len(kernels) > 1:
+                return self._chain(graph, piece, kernels), "chain"
+            return eager_call(piece.module), "eager"
         try:
             return torch_compat.inductor_compile_segment(_copy(piece.module), fakes, self.threads), "inductor"
         except Exception as error:
@@ -168,22 +171,29 @@ def eager_call(module: fx.GraphModule) -> Boxed:
     return call
 
 
-def _keeps_old_content(module: fx.GraphModule) -> bool:
-    """Whether an input's old content, cloned, is written into another input while the first is overwritten too.
+def _inductor_loses(module: fx.GraphModule) -> bool:
+    """Whether Inductor would compute something else where inputs are overwritten.
 
-    Inductor drops such a clone; compiled kernel by kernel it survives.
+    It drops clones, also one that keeps an input's old content for another input; and it makes a scatter in the storage of an
+    input that is overwritten, also one whose result is returned while something else is written there in the end.
     """
     copies = [n for n in module.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    if not copies:
+        return False
     same = (torch.ops.aten.clone.default, torch.ops.aten.copy.default)
-    overwritten = {n.args[0] for n in copies}
 
-    def kept(copy: fx.Node) -> bool:
-        node = copy.args[1]
-        while isinstance(node, fx.Node) and (node.target in same or is_free(node)):
+    def content(node: Any) -> Any:
+        while isinstance(node, fx.Node) and (node.target in same or (is_free(node) and node.args)):
             node = node.args[1 if node.target is torch.ops.aten.copy.default else 0]
-        return node in overwritten and node is not copy.args[0]
+        return node
 
-    return len(copies) > 1 and any(kept(n) for n in copies)
+    overwritten = {n.args[0] for n in copies}
+    written = [(n.args[0], content(n.args[1])) for n in copies]
+    swapped = any(value in overwritten and value is not target for target, value in written)
+    output = next(iter(reversed(module.graph.nodes)))
+    finals = {value for _, value in written}
+    returned = {content(n) for n in output.args[0]} - finals
+    return swapped or any(isinstance(n, fx.Node) and packet(n) in SCATTER | RESHAPING_SCATTER for n in returned)
 
 
 def null_call(module: fx.GraphModule) -> Boxed:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..passes import torch_compat
 from ..passes.errors import ProgramError
 from ..passes.ir import Free, Hold, KernelGraph, Out, Program, Recv, Run, Send, Signal, Wait, segment_values
 from .codegen import Codegen, Compiled, constants, lookup
@@ -115,11 +116,22 @@ class CpuLaneExecutor:
             at_exit(inputs[value], partial(self.replicas[lane][value].mark, use))
         if self.pace is not None and request.paced is not None:
             self.pace.add(request.paced)
-        results = iter(self._finish.call([lookup(home, name) for name in self._finish.inputs]))
+        finished = self._finish.call([lookup(home, name) for name in self._finish.inputs])
+        results = iter(self._apart(finished, inputs) if self.graph.mutated else finished)
         with self._count_lock:
             self.runs += 1
         return [
             literal if name is None else next(results) for name, literal in zip(self.graph.outputs, self._literals, strict=True)
+        ]
+
+    def _apart(self, results: Sequence[Any], inputs: dict[str, Any]) -> list[Any]:
+        """The results, with copies of those that a compiler made in the storage of an overwritten input without being its views."""
+        overwritten = {torch_compat.storage_key(inputs[name]) for name in self.graph.mutated}
+        own = [s for o, s in zip(self.graph.outputs, self.graph.output_storages, strict=True) if o is not None]
+        names = set(self.graph.inputs)
+        return [
+            own_copy(r) if isinstance(r, torch.Tensor) and s not in names and torch_compat.storage_key(r) in overwritten else r
+            for r, s in zip(results, own, strict=True)
         ]
 
     def _on_lanes(self, envs: list[dict[str, Any]], request: _Request) -> None:
@@ -197,13 +209,17 @@ class CpuLaneExecutor:
                 for value in instruction.values:
                     if self.poison:
                         request.settle(lane, value)
-                        _fill(env[value])
+                        state = {torch_compat.storage_key(env[name]) for name in self.graph.mutated if name in env}
+                        # A compiler may have made the value in the storage of the state that it is copied into.
+                        if not (isinstance(env[value], torch.Tensor) and torch_compat.storage_key(env[value]) in state):
+                            _fill(env[value])
                     del env[value]
             elif not isinstance(instruction, Out):
                 raise ProgramError(f"CPU lanes cannot execute {instruction.to_text()!r}")
-        # The lane's next request may refresh a replica in place: what was sent of it must be taken by then.
-        for value in self.replicas.get(lane, ()):
-            request.settle(lane, value)
+        # The lane's next request may refresh a replica in place: what was sent of it, also under the name of a value that the
+        # compiler made in its storage, must be taken by then.
+        if lane in self.replicas:
+            request.settle_all(lane)
 
 
 @dataclass
@@ -251,6 +267,11 @@ class _Request:
             while not posting.taken.wait(timeout=0.1):
                 if self._error is not None:
                     raise Aborted
+
+    def settle_all(self, lane: int) -> None:
+        """Waits until every send from ``lane`` was copied by its receiver."""
+        for storage in list(self._pending[lane]):
+            self.settle(lane, storage)
 
     def fail(self, error: BaseException) -> None:
         with self._lock:

@@ -82,7 +82,10 @@ def _inductor_suffices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> boo
         if node.op in ("call_function", "call_method"):
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
             names.add(name)
-            writes += _writes(node, name) and _is_input(node.args[0])
+            if _writes(node, name) and _is_input(node.args[0]):
+                if name in _PARTIAL or node.args[0].op != "placeholder":
+                    return False  # Inductor may return a value in the storage that it then writes.
+                writes += 1
     return writes < 2 and not _DRAWS & names
 
 
@@ -100,6 +103,8 @@ def _is_input(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
+_PARTIAL = {"setitem", "copy_", "index_copy_", "index_put_", "index_add_", "index_fill_", "scatter_", "scatter_add_",
+            "scatter_reduce_", "masked_fill_", "masked_scatter_"}  # fmt: skip
 _IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")}
 
 
