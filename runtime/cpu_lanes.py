@@ -125,7 +125,7 @@ class CpuLaneExecutor:
         ]
 
     def _apart(self, results: Sequence[Any], inputs: dict[str, Any]) -> list[Any]:
-        """The results, copies of those that a compiler made in the storage of an overwritten input and that are no views of it."""
+        """The results, copies of those that a compiler made in the storage of an overwritten input and are no views of it."""
         overwritten = {torch_compat.storage_key(inputs[name]) for name in self.graph.mutated}
         own = [s for o, s in zip(self.graph.outputs, self.graph.output_storages, strict=True) if o is not None]
         names = set(self.graph.inputs)
