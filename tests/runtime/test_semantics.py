@@ -1069,9 +1069,7 @@ def test_captured_assertions_still_raise():
         # What Inductor itself gets wrong, or gives storage that the caller's tensor has.
         ("swapped_buffers", "single"),
         ("kept_before_it_is_updated", "single"),
-        # Fails: Inductor updates the input in place and returns it for the clone.
         ("kept_between_partial_and_full_update", "single"),
-        # Fails: cut before the half-updated state is read, the segment returns the input's own storage for it.
         ("read_between_partial_and_full_update", "alternate"),
     ],
 )
