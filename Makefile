@@ -22,7 +22,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed/tessera_compile
 	ln -s $(CURDIR)/tessera_compile/* build/typed/tessera_compile/
-	ln -s $(CURDIR)/passes $(CURDIR)/runtime build/typed/tessera_compile/
+	ln -s $(CURDIR)/passes $(CURDIR)/ptx_tools $(CURDIR)/runtime build/typed/tessera_compile/
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tessera_compile
 
 clean:
