@@ -1,1 +1,35 @@
-"""PTX: parse, print, instrument, decide, interpret. A library in its own right; it needs NumPy and nothing of torch."""
+"""PTX: parse, print, instrument, decide, interpret. A library in its own right; it needs NumPy and networkx, and nothing of torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .footprints import Box, Footprint, Intervals
+    from .interpretation import NotDerivable, footprint
+    from .launch import Buffer, TensorMap
+    from .parsing import parse
+    from .printing import to_text
+    from .syntax import Module, PtxError
+
+_HOMES = {
+    "Box": "footprints",
+    "Buffer": "launch",
+    "Footprint": "footprints",
+    "Intervals": "footprints",
+    "Module": "syntax",
+    "NotDerivable": "interpretation",
+    "PtxError": "syntax",
+    "TensorMap": "launch",
+    "footprint": "interpretation",
+    "parse": "parsing",
+    "to_text": "printing",
+}
+__all__ = list(_HOMES)  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -81,7 +81,11 @@ def parse(text: str, *, name: str = "<ptx>") -> Module:
     """
     if not isinstance(text, str):
         raise TypeError(f"parse takes the text of a PTX module, not {type(text).__name__}; decode bytes first")
-    return _Parser(text, name).module()
+    parser = _Parser(text, name)
+    try:
+        return parser.module()
+    except RecursionError:
+        parser.fail("fewer levels of nesting")
 
 
 class _Parser:
@@ -101,7 +105,14 @@ class _Parser:
         self.at = 0
         self.words: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.names: dict[str, Name] = {}
-        self.memo: dict[tuple[str, ...], Operand] = {}
+        self.opcode = ""
+        self.elements: list[dict[str, int]] = [{}]  # by scope, the bytes of one element of each variable
+        if '"' in self.tokens:
+            self.fail("a string that ends on its line", self.tokens.index('"'))
+        if not text.isascii():
+            for at, token in enumerate(self.tokens):
+                if not token.isascii() and token[0] != '"':
+                    self.fail("ASCII outside of comments and strings", at)
 
     # -- tokens
 
@@ -180,7 +191,7 @@ class _Parser:
                 if size != 64:
                     self.fail("an address size of 64 (32-bit modules are not supported)", first + 1)
                 items.append(Directive(token, (str(size),), self.span(first)))
-            elif token in (".entry", ".func") or token in LINKAGE and self._is_function():
+            elif token in (".entry", ".func") or (token in LINKAGE and self._is_function()):
                 items.append(self.function())
             elif token in LINKAGE or token in SPACES:
                 items.extend(self.variables())
@@ -223,6 +234,8 @@ class _Parser:
             while self.maybe(","):
                 self.integer_token("a number")
         elif name == ".section":
+            if tokens[self.at][:1] != ".":
+                self.fail("the name of the section")
             self.at += 1
             self.take("{")
             while not self.maybe("}"):
@@ -248,6 +261,7 @@ class _Parser:
     def function(self) -> Function:
         first, tokens = self.at, self.tokens
         linkage = []
+        self.elements.append({})
         while tokens[self.at] in LINKAGE:
             linkage.append(tokens[self.at])
             self.at += 1
@@ -282,6 +296,7 @@ class _Parser:
             body = None
         else:
             self.fail("'{' and the body of the function, or ';'")
+        self.elements.pop()
         return Function(entry, name, tuple(linkage), returns, params, tuple(tuning), body, self.span(first))
 
     def attribute(self) -> tuple[str, ...]:
@@ -335,10 +350,7 @@ class _Parser:
             elif token in (".v2", ".v4", ".v8"):
                 vector = token[1:]
                 self.at += 1
-            elif token == ".ptr":
-                qualifiers.append(token)
-                self.at += 1
-            elif token in SPACES and ".ptr" in qualifiers:
+            elif token == ".ptr" or (token in SPACES and ".ptr" in qualifiers):
                 qualifiers.append(token)
                 self.at += 1
             elif token[1:] in TYPE_BYTES and not type_:
@@ -371,6 +383,7 @@ class _Parser:
                 self.initializer()
                 initial = tuple(tokens[start : self.at])
             natural = align or TYPE_BYTES.get(type_, 8) * int((vector or "v1")[1:])
+            self.elements[-1][name] = TYPE_BYTES.get(type_, 8)
             if dims and dims[0] is None and initial[:1] == ("{",):
                 dims[0] = _count_items(initial)
             # A parameter's span is its own text, for the comma after it belongs to the list.
@@ -407,6 +420,7 @@ class _Parser:
     def block(self) -> Block:
         first, tokens = self.at, self.tokens
         self.at += 1
+        self.elements.append({})
         items: list[Statement] = []
         add = items.append
         while True:
@@ -415,6 +429,7 @@ class _Parser:
             head = token[:1]
             if token == "}":
                 self.at += 1
+                self.elements.pop()
                 return Block(tuple(items), self.span(first))
             if head == "." and token != ".":
                 if token == ".reg":
@@ -452,6 +467,8 @@ class _Parser:
                 type_ = token[1:]
             elif token == ".align":
                 self.at += 1
+                self.integer_token("an alignment")
+                continue
             else:
                 self.fail("the type of the registers")
             self.at += 1
@@ -496,6 +513,7 @@ class _Parser:
             self.at = at + 1
             return Instruction(opcode, modifiers, (), predicate, negated, (self.starts[first], self.ends[at]))
         operands: list[Operand] = []
+        self.opcode = opcode
         call = opcode == "call"
         while True:
             operands.append(self.group() if call and tokens[self.at] == "(" else self.operand())
@@ -525,7 +543,7 @@ class _Parser:
         tokens = self.tokens
         token = tokens[self.at]
         name = self.names.get(token)
-        if name is None and IDENTIFIER.match(token) and token != "generic":
+        if name is None and IDENTIFIER.match(token) and token not in ("generic", "WARP_SZ"):
             name = self.names[token] = Name(token)
         if name is not None:
             following = tokens[self.at + 1]
@@ -536,10 +554,7 @@ class _Parser:
                 self.at += 1
                 return Pair(name, Name(self.identifier("a second destination")))
             if following == "[":
-                self.at += 1
-                offset = self.integer("an offset")
-                self.take("]")
-                return Offset(name, offset)
+                return self.element(name)
             if following in ("+", "-"):
                 self.at -= 1
                 return self.constant()
@@ -559,6 +574,16 @@ class _Parser:
             return Not(Name(tokens[self.at - 1]))
         return self.constant()
 
+    def element(self, name: Name) -> Operand:
+        """`arr[3]` counts elements, not bytes. It is a place in memory, but mov takes the address of it."""
+        size = next((scope[name.text] for scope in reversed(self.elements) if name.text in scope), None)
+        if size is None:
+            self.fail("a variable that is declared before the index", self.at - 1)
+        self.take("[")
+        offset = size * self.integer("a constant index")
+        self.take("]")
+        return Offset(name, offset) if self.opcode == "mov" else Address(name, offset)
+
     def address(self) -> Address:
         tokens, first = self.tokens, self.at
         self.at += 1
@@ -573,9 +598,6 @@ class _Parser:
                 self.at += 1
                 offset = self.integer("an offset in bytes")
                 offset = -offset if negative else offset
-            elif self.maybe("["):
-                offset = self.integer("an offset in bytes")
-                self.take("]")
         else:
             value = self.constant()
             if isinstance(value, Literal) and isinstance(value.value, int):
@@ -619,7 +641,7 @@ class _Parser:
             return first if _number(value) else second
         if level == len(PRECEDENCE):
             return self.unary()
-        value = self.constant(level + 1) if self.tokens[self.at + 1] in OPERATORS or not self._plain() else self.unary()
+        value = self.constant(level + 1) if not self._plain() or self.tokens[self.at + 1] in OPERATORS else self.unary()
         while self.tokens[self.at] in PRECEDENCE[level]:
             at = self.at
             operator = self.tokens[at]
@@ -645,7 +667,7 @@ class _Parser:
         value = _arithmetic(operator, left.value, right.value)
         if value is None:
             self.fail("a divisor other than zero and integers for bits", at)
-        return Literal(value, str(value))
+        return _constant(value)
 
     def unary(self) -> Operand:
         token, at = self.tokens[self.at], self.at
@@ -655,8 +677,11 @@ class _Parser:
             if not isinstance(operand, Literal) or (token == "~" and isinstance(operand.value, float)):
                 self.fail("a constant after the sign", at)
             number = operand.value
-            value = -number if token == "-" else int(not number) if token == "!" else number if token == "+" else ~int(number)
-            return Literal(value, token + operand.text if isinstance(number, float) else str(value))
+            if token == "+":
+                return operand
+            if token == "-" and isinstance(number, float) and operand.text[0] != "-":
+                return Literal(-number, "-" + operand.text)
+            return _constant(-number if token == "-" else int(not number) if token == "!" else ~int(number))
         if token == "(":
             self.at += 1
             if self.tokens[self.at] in (".s64", ".u64"):  # a cast
@@ -689,6 +714,15 @@ class _Parser:
             self.at += 1
             return Name(token)
         self.fail("an operand")
+
+
+def _constant(value: int | float) -> Literal:
+    """A computed constant: an integer has 64 bits, and a float is written with its bits."""
+    if isinstance(value, float):
+        return Literal(value, f"0d{struct.pack('>d', value).hex().upper()}")
+    if not -(2**63) <= value < 2**64:
+        value %= 2**64
+    return Literal(value, str(value))
 
 
 def _number(value: Operand) -> int | float:
@@ -755,15 +789,15 @@ def literal(token: str) -> Literal | None:
         if head == "0d" and len(token) == 18:
             return Literal(struct.unpack(">d", bytes.fromhex(token[2:]))[0], token)
         digits = token.rstrip("U")
-        if head == "0x":
-            return Literal(int(digits[2:], 16), token)
-        if head == "0b":
-            return Literal(int(digits[2:], 2), token)
-        if digits.isdigit():
-            return Literal(int(digits, 8 if digits[0] == "0" and len(digits) > 1 else 10), token)
-        return Literal(float(token), token)
+        if head in ("0x", "0b"):
+            value = int(digits[2:], 16 if head == "0x" else 2)
+        elif not digits.isdigit():
+            return Literal(float(token), token)
+        else:
+            value = int(digits, 8 if digits[0] == "0" and len(digits) > 1 else 10)
     except ValueError:
         return None
+    return Literal(value, token) if value < 2**64 else None
 
 
 def _count_items(tokens: tuple[str, ...]) -> int:

@@ -25,7 +25,10 @@ from .syntax import (
 
 
 def to_text(module: Module) -> str:
-    """Print a module. Comments and layout go, everything that ptxas reads stays: the same SASS comes out."""
+    """Print a module. Comments and layout go, everything that ptxas reads stays: the same SASS comes out.
+
+    Offsets are printed as `+-4`, for ptxas does not read `-4` there.
+    """
     lines: list[str] = []
     for item in module.items:
         if isinstance(item, Function):
@@ -95,7 +98,7 @@ def operand(item: Operand) -> str:
             return item.text
         case Offset():
             base = f"generic({item.base.text})" if item.generic else item.base.text
-            return f"{base}{item.bytes:+d}"
+            return f"{base}+{item.bytes}"
         case Vector():
             return "{" + ", ".join(map(operand, item.items)) + "}"
         case Group():
@@ -105,7 +108,7 @@ def operand(item: Operand) -> str:
         case Not():
             return "!" + item.operand.text
         case Address():
-            inner = str(item.offset) if item.base is None else item.base.text + (f"{item.offset:+d}" if item.offset else "")
+            inner = str(item.offset) if item.base is None else item.base.text + (f"+{item.offset}" if item.offset else "")
             if item.sampler:
                 inner += ", " + item.sampler.text
             if item.coordinates:

@@ -1,7 +1,7 @@
 """The tree of a PTX module. Every node keeps the span of source text it was read from, so that tools can edit the text itself.
 
-The tree is what `parsing.parse` returns and `printing.to_text` prints. It is deliberately shallow: what PTX calls an instruction is
-one node with an opcode, a tuple of modifiers and operands, and a directive that nothing here needs to understand (`.loc`,
+The tree is what `parsing.parse` returns and `printing.to_text` prints. It is deliberately shallow: what PTX calls an instruction
+is one node with an opcode, a tuple of modifiers and operands, and a directive that nothing here needs to understand (`.loc`,
 `.pragma`, a DWARF section) keeps its tokens and nothing else.
 """
 
@@ -29,15 +29,18 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A constant. `value` is an int, or a float; `text` is how it was written, which for floats carries the exact bits."""
+    """A constant. `value` is an int, or a float; `text` is how it was written, which for floats carries the exact bits.
 
-    value: int | float
+    Two are equal where their texts are, for a NaN does not equal itself.
+    """
+
+    value: int | float = field(compare=False)
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """A symbol plus a constant number of bytes: `arr[3]` as an operand of mov, `generic(x)+4`, or `x+8`."""
+    """A symbol plus a constant number of bytes: `x+8`, `generic(x)+4`, or `arr[3]` as an operand of mov (12 bytes in `.u32`)."""
 
     base: Name
     bytes: int
@@ -46,7 +49,10 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`[base + offset]`. `base` is None where the address is a constant. `coordinates` are those of `[map, {x, y}]`."""
+    """`[base + offset]`, in bytes, or `arr[3]` outside of mov. `base` is None where the address is a constant.
+
+    `coordinates` are those of `[map, {x, y}]`.
+    """
 
     base: Name | None
     offset: int
@@ -254,9 +260,11 @@ def line_starts(text: str) -> list[int]:
     return starts
 
 
-TYPE_BYTES = {
-    **{f"{kind}{bits}": bits // 8 for kind in "bsuf" for bits in (8, 16, 32, 64)},
-    **{"b128": 16, "f16x2": 4, "bf16": 2, "bf16x2": 4, "tf32": 4, "pred": 1, "u16x2": 4, "s16x2": 4, "f32x2": 8},
-    **{"e4m3": 1, "e5m2": 1, "e4m3x2": 2, "e5m2x2": 2, "b1": 1, "b4": 1, "b6": 1, "b1024": 128},
-    **{"texref": 8, "samplerref": 8, "surfref": 8},
+TYPE_BYTES = {f"{kind}{bits}": bits // 8 for kind in "bsuf" for bits in (8, 16, 32, 64)} | {
+    **dict.fromkeys(("pred", "e4m3", "e5m2", "b1", "b4", "b6"), 1),
+    **dict.fromkeys(("bf16", "e4m3x2", "e5m2x2"), 2),
+    **dict.fromkeys(("f16x2", "bf16x2", "u16x2", "s16x2", "tf32"), 4),
+    **dict.fromkeys(("f32x2", "texref", "samplerref", "surfref"), 8),
+    "b128": 16,
+    "b1024": 128,
 }
