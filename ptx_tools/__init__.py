@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .deciding import Kind, Verdict, verdict
     from .footprints import Box, Footprint, Intervals
     from .interpretation import NotDerivable, footprint
     from .launch import Buffer, TensorMap
@@ -18,15 +19,18 @@ _HOMES = {
     "Buffer": "launch",
     "Footprint": "footprints",
     "Intervals": "footprints",
+    "Kind": "deciding",
     "Module": "syntax",
     "NotDerivable": "interpretation",
     "PtxError": "syntax",
     "TensorMap": "launch",
+    "Verdict": "deciding",
     "footprint": "interpretation",
     "parse": "parsing",
     "to_text": "printing",
+    "verdict": "deciding",
 }
-__all__ = list(_HOMES)  # noqa: PLE0604
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

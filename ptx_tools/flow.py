@@ -200,9 +200,7 @@ class _Builder:
                 previous = item
             elif isinstance(item, Directive):
                 if item.name in (".branchtargets", ".calltargets") and previous is not None:
-                    self.lists[labels[previous.name]] = tuple(
-                        labels.get(t, t) for t in item.tokens if t not in (",", ";")
-                    )
+                    self.lists[labels[previous.name]] = tuple(labels.get(t, t) for t in item.tokens if t not in (",", ";"))
             elif isinstance(item, Block):
                 self.block(item, scope, labels, prefix, after, stack)
             else:

@@ -288,7 +288,7 @@ class Recorder:
         if not len(at):
             return
         unit = width if width & (width - 1) == 0 else 1
-        if unit == 1 and width > 1 or int(np.bitwise_or.reduce(at)) & (unit - 1):
+        if (unit == 1 and width > 1) or int(np.bitwise_or.reduce(at)) & (unit - 1):
             self._add(index, write, at, at + width)
             return
         first = start // unit

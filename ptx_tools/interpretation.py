@@ -22,7 +22,7 @@ import numpy as np
 
 from . import isa, semantics
 from .flow import Flow, Op, flatten
-from .footprints import BufferFootprint, Footprint, Intervals, Recorder
+from .footprints import BufferFootprint, Footprint, Recorder
 from .launch import (
     CONST_WINDOW,
     LOCAL_WINDOW,
@@ -36,7 +36,7 @@ from .launch import (
     bind_arguments,
 )
 from .semantics import UNSIGNED, Array, read_as, write_as
-from .shared_memory import SharedMemory
+from .shared_memory import BARRIERS, SharedMemory
 from .slicing import Slice, call_slots, is_barrier, slice_kernel
 from .syntax import TYPE_BYTES, Address, Literal, Module, Name, Not, Offset, Operand, Pair, PtxError, Vector
 from .values import UNKNOWN, Partial, Poison, Value, and_bad, blend
@@ -343,27 +343,23 @@ class _Machine:
     ) -> None:  # fmt: skip
         assert self.shared is not None
         gone = np.broadcast_to(exited, self.shape).sum(axis=1)
-        for place in list(waiting):
-            mask, at = waiting[place]
-            for barrier in np.unique(at[mask]):
-                done = self.shared.complete(int(barrier), gone)
-                if not done.any():
-                    continue
-                for other in list(waiting):
-                    m, a = waiting[other]
-                    freed = m & (a == barrier) & done[:, None]
-                    if not freed.any():
-                        continue
-                    self.shared.acquire(int(barrier), freed)
-                    pending[other] = pending[other] | freed if other in pending else freed
-                    rest = m & ~freed
-                    if rest.any():
-                        waiting[other] = (rest, a)
-                    else:
-                        del waiting[other]
-                self.shared.reset(int(barrier), done)
-            if place not in waiting:
+        for barrier in range(BARRIERS):
+            done = self.shared.complete(barrier, gone)
+            if not done.any():
                 continue
+            for place in list(waiting):
+                mask, at = waiting[place]
+                freed = mask & (at == barrier) & done[:, None]
+                if not freed.any():
+                    continue
+                self.shared.acquire(barrier, freed)
+                pending[place] = pending[place] | freed if place in pending else freed
+                rest = mask & ~freed
+                if rest.any():
+                    waiting[place] = (rest, at)
+                else:
+                    del waiting[place]
+            self.shared.reset(barrier, done)
 
     # -- values
 
@@ -546,8 +542,6 @@ class _Machine:
                     steps.append(self._record(op, access))
             if op.index in self.slice.needed:
                 steps.append(self._execute(op))
-            elif op.opcode == "tensormap":
-                steps.append(self._tensormap(op))
             code.extend((step, op) for step in steps)
         return code
 
@@ -560,7 +554,11 @@ class _Machine:
     def _execute(self, op: Op) -> Callable[[], None]:
         if op.opcode in ("ld", "ldu"):
             inner = self._load(op)
-        elif op.opcode in ("st", "red") or (op.opcode == "cp" and "async" in op.modifiers) or op.opcode in ("stmatrix", "clusterlaunchcontrol"):
+        elif (
+            op.opcode in ("st", "red")
+            or (op.opcode == "cp" and "async" in op.modifiers)
+            or op.opcode in ("stmatrix", "clusterlaunchcontrol")
+        ):
             inner = self._store_op(op)
         elif op.opcode == "mov":
             inner = self._move(op)
@@ -623,7 +621,7 @@ class _Machine:
             self.shared.forget()
         for access in self.slice.accesses[op.index]:
             if access.writes and access.space in ("local", "param", "generic"):
-                self.memory = {key: UNKNOWN for key in self.memory}
+                self.memory = dict.fromkeys(self.memory, UNKNOWN)
 
     def _destinations(self, op: Op) -> list[tuple[str, str]]:
         first = op.operands[0]
@@ -742,7 +740,7 @@ class _Machine:
 
     def _pack(self, op: Op, kind: str, target: Operand, source: Operand) -> Callable[[], None]:
         total = TYPE_BYTES[kind]
-        if isinstance(target, Vector) and isinstance(source, Vector) or total > 8:
+        if (isinstance(target, Vector) and isinstance(source, Vector)) or total > 8:
             names = [n for n, _ in self._destinations(op) if n != "_"]
 
             def unknown() -> None:
@@ -796,7 +794,9 @@ class _Machine:
     def _cvta(self, op: Op) -> Callable[[], None]:
         kind = isa.data_type(op.instruction)
         heads = {m.split("::")[0] for m in op.modifiers}
-        window = SHARED_WINDOW if "shared" in heads else LOCAL_WINDOW if "local" in heads else PARAM_WINDOW if "param" in heads else 0
+        window = (
+            SHARED_WINDOW if "shared" in heads else LOCAL_WINDOW if "local" in heads else PARAM_WINDOW if "param" in heads else 0
+        )
         if "const" in heads:
             window = CONST_WINDOW
         if "to" in op.modifiers:
@@ -817,7 +817,9 @@ class _Machine:
         return step
 
     def _isspacep(self, op: Op) -> Callable[[], None]:
-        space = next(m.split("::")[0] for m in op.modifiers if m.split("::")[0] in ("global", "shared", "local", "param", "const"))
+        space = next(
+            m.split("::")[0] for m in op.modifiers if m.split("::")[0] in ("global", "shared", "local", "param", "const")
+        )
         (name, _) = self._destinations(op)[0]
         get = self.operand(op.operands[1], "u64")
         window = {"shared": 1, "local": 2, "param": 3, "const": 4, "global": 0}[space]
@@ -1172,7 +1174,11 @@ class _Machine:
 
     def _record(self, op: Op, access: isa.Access) -> Callable[[], None]:
         if access.record in ("resource", "replicas"):
-            why = "which part of a texture or surface it touches" if access.record == "resource" else "the replicas of a multicast address"
+            why = (
+                "which part of a texture or surface it touches"
+                if access.record == "resource"
+                else "the replicas of a multicast address"
+            )
             return lambda: self.refuse(op, f"{why} is not known")
         assert access.address is not None
         get = self._address(access.address, "global")
@@ -1269,7 +1275,9 @@ class _Machine:
                 if found is None:
                     return
                 address, mask = found
-                stride = np.full((1, 1), line) if stride_ is None else self.decided(stride_(), mask, op, "its stride depends on data")
+                stride = (
+                    np.full((1, 1), line) if stride_ is None else self.decided(stride_(), mask, op, "its stride depends on data")
+                )
                 both = np.broadcast_shapes(address.shape, stride.shape)
                 at = pick(np.broadcast_to(address, both), mask).astype(np.int64)
                 pitch = pick(np.broadcast_to(stride, both), mask).astype(np.int64)

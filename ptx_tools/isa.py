@@ -71,15 +71,7 @@ class Access:
 
 
 NO_ACCESS = frozenset(
-    """
-    abs activemask add addc alloca and bar barrier bfe bfi bfind bmsk bra brev brkpt brx clz cnot copysign cos createpolicy cvt cvta
-    div dp2a dp4a elect ex2 exit fence fma fns getctarank griddepcontrol isspacep istypep lg2 lop3 mad mad24 madc mapa match max
-    membar min mma mov movmatrix mul mul24 nanosleep neg not or pmevent popc prefetch prefetchu prmt rcp redux rem ret rsqrt sad
-    selp set setmaxnreg setp shf shfl shl shr sin slct sqrt stackrestore stacksave sub subc suq szext tanh testp trap txq vote xor
-    applypriority
-    vabsdiff vabsdiff2 vabsdiff4 vadd vadd2 vadd4 vavrg2 vavrg4 vmad vmax vmax2 vmax4 vmin vmin2 vmin4 vset vset2 vset4 vshl vshr
-    vsub vsub2 vsub4 mbarrier tcgen05 wgmma
-    """.split()
+    ["abs", "activemask", "add", "addc", "alloca", "and", "bar", "barrier", "bfe", "bfi", "bfind", "bmsk", "bra", "brev", "brkpt", "brx", "clz", "cnot", "copysign", "cos", "createpolicy", "cvt", "cvta", "div", "dp2a", "dp4a", "elect", "ex2", "exit", "fence", "fma", "fns", "getctarank", "griddepcontrol", "isspacep", "istypep", "lg2", "lop3", "mad", "mad24", "madc", "mapa", "match", "max", "membar", "min", "mma", "mov", "movmatrix", "mul", "mul24", "nanosleep", "neg", "not", "or", "pmevent", "popc", "prefetch", "prefetchu", "prmt", "rcp", "redux", "rem", "ret", "rsqrt", "sad", "selp", "set", "setmaxnreg", "setp", "shf", "shfl", "shl", "shr", "sin", "slct", "sqrt", "stackrestore", "stacksave", "sub", "subc", "suq", "szext", "tanh", "testp", "trap", "txq", "vote", "xor", "applypriority", "vabsdiff", "vabsdiff2", "vabsdiff4", "vadd", "vadd2", "vadd4", "vavrg2", "vavrg4", "vmad", "vmax", "vmax2", "vmax4", "vmin", "vmin2", "vmin4", "vset", "vset2", "vset4", "vshl", "vshr", "vsub", "vsub2", "vsub4", "mbarrier", "tcgen05", "wgmma"]
 )
 # Shared memory only. What they leave there is data of the kernel, which the interpreter forgets rather than models.
 SHARED_WRITES = frozenset({"stmatrix"})
@@ -144,7 +136,9 @@ def _address(instruction: Instruction, index: int) -> Address | None:
     return Address(base, offset) if base is not None and offset is not None else None
 
 
-def _mark(instruction: Instruction, index: int, reads: bool, writes: bool, nbytes: int | None = None) -> tuple[Access, ...] | None:
+def _mark(
+    instruction: Instruction, index: int, reads: bool, writes: bool, nbytes: int | None = None
+) -> tuple[Access, ...] | None:
     address = _address(instruction, index)
     width = nbytes or _width(instruction)
     if address is None or width is None:
@@ -350,8 +344,7 @@ def written_names(instruction: Instruction) -> tuple[Name, ...]:
 
 
 _NO_DESTINATION = frozenset(
-    "st red bra brx ret exit trap brkpt membar fence prefetch prefetchu cp discard applypriority nanosleep pmevent call setmaxnreg "
-    "griddepcontrol stackrestore stmatrix tensormap sust".split()
+    ["st", "red", "bra", "brx", "ret", "exit", "trap", "brkpt", "membar", "fence", "prefetch", "prefetchu", "cp", "discard", "applypriority", "nanosleep", "pmevent", "call", "setmaxnreg", "griddepcontrol", "stackrestore", "stmatrix", "tensormap", "sust"]
 )
 
 

@@ -125,7 +125,9 @@ class Launch:
     params: tuple[Variable, ...] = field(default=())
 
 
-def bind_arguments(module: Module, kernel: str, params: Sequence[Variable], args: Sequence[Argument] | Mapping[str, Argument]) -> Launch:
+def bind_arguments(
+    module: Module, kernel: str, params: Sequence[Variable], args: Sequence[Argument] | Mapping[str, Argument]
+) -> Launch:
     """Lay the arguments out as the driver does.
 
     `args` go by position, or by parameter name. Trailing parameters may be left out and None stands for one that is not known: a

@@ -35,7 +35,7 @@ def numpy_type(kind: str) -> Any:
     size = TYPE_BYTES.get(kind, 0)
     if kind[0] == "s" and kind[1:].isdigit():
         return SIGNED.get(size)
-    if kind[0] in "ub" and kind[1:].isdigit() or kind in ("f16", "bf16", "f16x2", "bf16x2", "b16"):
+    if (kind[0] in "ub" and kind[1:].isdigit()) or kind in ("f16", "bf16", "f16x2", "bf16x2", "b16"):
         return UNSIGNED.get(size)
     return None
 
@@ -72,7 +72,12 @@ def _exact_float(op: Op, modifiers: set[str], kind: str) -> bool:
 def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Op, set[str], list[str]], Meaning | None]:
     def make(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
         kind = types[-1]
-        if _is_float(kind) and not _exact_float(op, modifiers, kind) or numpy_type(kind) is None or modifiers & {"sat", "relu", "NaN"}:
+        if (
+            (_is_float(kind)
+            and not _exact_float(op, modifiers, kind))
+            or numpy_type(kind) is None
+            or modifiers & {"sat", "relu", "NaN"}
+        ):
             return None
         return Meaning(lambda a, b: (function(a, b),), [kind, kind], [kind])
 
@@ -217,7 +222,7 @@ def _bitwise(function: Callable[[Array, Array], Array]) -> Callable[[Op, set[str
 
 def _unary(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     kind = types[-1]
-    if _is_float(kind) and kind not in FLOATS or modifiers & {"approx", "sat"}:
+    if (_is_float(kind) and kind not in FLOATS) or modifiers & {"approx", "sat"}:
         return None
     functions: dict[str, Callable[[Array], Array]] = {
         "not": lambda a: ~a,
@@ -266,7 +271,9 @@ def _bfe(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
         pos, length = (b & 0xFF).astype(np.int64), (c & 0xFF).astype(np.int64)
         u = a.view(unsigned) if a.dtype != unsigned else a
         shifted = np.where(pos >= bits, unsigned(0), u >> np.minimum(pos, bits - 1).astype(unsigned))
-        mask = np.where(length >= bits, unsigned(2**bits - 1), (unsigned(1) << np.minimum(length, bits - 1).astype(unsigned)) - unsigned(1))
+        mask = np.where(
+            length >= bits, unsigned(2**bits - 1), (unsigned(1) << np.minimum(length, bits - 1).astype(unsigned)) - unsigned(1)
+        )
         result = shifted & mask
         if kind[0] == "s":
             top = np.minimum(pos + length - 1, bits - 1).clip(0)
@@ -283,7 +290,9 @@ def _bfi(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
 
     def function(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ...]:
         pos, length = (c & 0xFF).astype(np.int64), (d & 0xFF).astype(np.int64)
-        mask = np.where(length >= bits, unsigned(2**bits - 1), (unsigned(1) << np.minimum(length, bits - 1).astype(unsigned)) - unsigned(1))
+        mask = np.where(
+            length >= bits, unsigned(2**bits - 1), (unsigned(1) << np.minimum(length, bits - 1).astype(unsigned)) - unsigned(1)
+        )
         place = np.minimum(pos, bits - 1).astype(unsigned)
         field = np.where(pos >= bits, unsigned(0), mask << place)
         value = np.where(pos >= bits, unsigned(0), a << place)

@@ -19,7 +19,7 @@ import networkx as nx
 
 from . import isa
 from .flow import Flow, Op
-from .syntax import Address, Name, Operand
+from .syntax import Address, Operand
 
 Reg = str
 
@@ -139,6 +139,12 @@ def slice_kernel(flow: Flow) -> Slice:
         if op.predicate:
             want({op.predicate})
 
+    if any(access.record == "tensor" for index in outside for access in table[index]):
+        for op in ops:  # a kernel that builds its tensor maps: their fields are needed
+            if op.opcode == "tensormap":
+                needed.add(op.index)
+                want(uses[op.index])
+
     changed = True
     while changed:
         changed = False
@@ -235,7 +241,3 @@ def _repeats(
             if not all(invariant(reg) for reg in registers):
                 return False
     return True
-
-
-def names_of(operand: Operand) -> tuple[Name, ...]:
-    return isa.read_names(operand)

@@ -1,0 +1,346 @@
+"""Does where a kernel reads and writes depend on what it reads?
+
+Taint over the slice of `slicing.py`, without running anything. A value loaded from memory taints what is computed from it: through
+registers, guards, shared and local memory, parameters of calls. What is tainted matters where it reaches an address, a size, a
+guard of an access, or a branch that decides whether an access happens.
+
+- INDEPENDENT: nothing tainted matters. The footprint of a launch holds for every launch with the same arguments.
+- GUARDED(buffers): all that matters was loaded from these buffers, and the kernel itself leaves them alone: the footprint holds while
+  their contents do (and while no other argument overlaps them).
+- DEPENDENT(sites): it follows from data that no guard can pin down: the kernel writes it, or a pointer was loaded.
+- UNKNOWN(reason): a call that cannot be followed, an instruction that is not in the table, an address from elsewhere.
+
+A semaphore is a guard too. Where a branch depends on what an atomic returned, and the accesses behind it are the same whichever of
+the contending blocks gets there (their addresses use no block index that the address of the atomic does not use), only the
+initial contents of the semaphore matter: the last block to arrive does the same work, whoever it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from . import isa
+from .flow import Op, flatten
+from .interpretation import UNKNOWN_SPECIALS
+from .slicing import Slice, access_registers, call_slots, slice_kernel
+from .syntax import Address, Module, Name, Offset, Operand, PtxError, Vector
+
+
+class Kind(StrEnum):
+    INDEPENDENT = "INDEPENDENT"
+    GUARDED = "GUARDED"
+    DEPENDENT = "DEPENDENT"
+    UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind; buffers: parameters and module variables whose contents decide; sites: `file:line:column: mnemonic` of what they decide
+    about; reason: why it is unknown."""
+
+    kind: Kind
+    buffers: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def data_dependent(self) -> bool | None:
+        """None where it is not known."""
+        return None if self.kind is Kind.UNKNOWN else self.kind is not Kind.INDEPENDENT
+
+    def __str__(self) -> str:
+        inside = {Kind.GUARDED: ", ".join(self.buffers), Kind.DEPENDENT: "; ".join(self.sites), Kind.UNKNOWN: self.reason}.get(
+            self.kind
+        )
+        return self.kind.value if inside is None else f"{self.kind.value}({inside})"
+
+
+def verdict(module: Module, kernel: str | None = None) -> Verdict:
+    """Decide for one kernel (the only one, where `kernel` is None). Raises PtxError where the module has no such kernel or is newer
+    than the table."""
+    isa.check_version(module)
+    name = module.kernel(kernel).name
+    try:
+        flow = flatten(module, name)
+    except PtxError as error:
+        return Verdict(Kind.UNKNOWN, reason=str(error))
+    return _Taint(slice_kernel(flow)).decide()
+
+
+Root = str
+"""A kernel parameter or a module variable that an address was computed from; `LOCAL`, `SHARED`, `PARAM` for the other spaces."""
+
+LOCAL, SHARED, PARAM = "(local)", "(shared)", "(param)"
+
+
+def _private(roots: set[Root]) -> set[Root]:
+    """Those that are no memory of the user's. `(param)NAME` is the parameter's own bytes: a struct, or a tensor map."""
+    return {root for root in roots if root[0] == "("}
+
+
+class _Taint:
+    def __init__(self, sliced: Slice) -> None:
+        self.slice, self.flow = sliced, sliced.flow
+        self.ops = list(self.flow.ops)
+        self.params = {p.name for p in self.flow.kernel.params or ()}
+        self.slots = call_slots(self.flow)
+        self.taint: dict[str, set[int]] = {}  # register → indices of the ops that loaded
+        self.roots: dict[str, set[Root]] = {}
+        self.identity: dict[str, set[str]] = {}  # register → block indices it was computed from
+        self.strange: dict[str, set[str]] = {}  # register → special registers that no argument decides
+        self.memory_taint: dict[str, set[int]] = {LOCAL: set(), SHARED: set()}
+        self.memory_roots: dict[str, set[Root]] = {LOCAL: set(), SHARED: set()}
+        self.memory_identity: dict[str, set[str]] = {LOCAL: set(), SHARED: set()}
+
+    # -- propagation
+
+    def propagate(self) -> None:
+        needed = [op for op in self.ops if op.index in self.slice.needed]
+        makers: dict[int, list[str]] = {}
+        for reg, ops in self.slice.defs.items():
+            for op in ops:
+                makers.setdefault(op.index, []).append(reg)
+        changed = True
+        while changed:
+            changed = False
+            for op in needed:
+                changed |= self._step(op, makers.get(op.index, []))
+
+    def _step(self, op: Op, outs: list[str]) -> bool:
+        taint: set[int] = set()
+        identity: set[str] = set()
+        strange: set[str] = set()
+        for reg in self.slice.uses[op.index]:
+            taint |= self.taint.get(reg, set())
+            identity |= self.identity.get(reg, set())
+            strange |= self.strange.get(reg, set())
+            if reg.startswith(("%ctaid", "%cluster", "%tid", "%laneid")) and reg not in self.flow.types:
+                identity.add(reg)
+            if reg.startswith(UNKNOWN_SPECIALS) and reg not in self.flow.types:
+                strange.add(reg)
+        if op.opcode == "fresh":
+            strange.add("malloc")
+        roots = self._roots_of(op)
+        changed = False
+        for access in self.slice.accesses[op.index]:
+            spaces = self._spaces(access)
+            if access.reads:
+                for space in spaces & {LOCAL, SHARED}:
+                    taint |= self.memory_taint[space]
+                    roots |= self.memory_roots[space]
+                    identity |= self.memory_identity[space]
+                if (access.outside and not (spaces and spaces == _private(spaces))) or access.space == "const":
+                    taint = taint | {op.index}
+        for access in self.slice.accesses[op.index]:
+            if not access.writes:
+                continue
+            for space in self._spaces(access) & {LOCAL, SHARED}:
+                stored = self._stored_roots(op)
+                for table, more in ((self.memory_taint, taint), (self.memory_identity, identity), (self.memory_roots, stored)):
+                    if not more <= table[space]:  # type: ignore[index]
+                        table[space] |= more  # type: ignore[index, operator]
+                        changed = True
+        for reg in outs:
+            for registers, more in ((self.taint, taint), (self.identity, identity), (self.strange, strange), (self.roots, roots)):
+                known = registers.setdefault(reg, set())  # type: ignore[attr-defined]
+                if not more <= known:
+                    known |= more
+                    changed = True
+        return changed
+
+    def _spaces(self, access: isa.Access) -> set[Root]:
+        """Where an access may go, as far as its address says: the private spaces, or roots."""
+        if access.space == "local":
+            return {LOCAL}
+        if access.space == "shared":
+            return {SHARED}
+        if access.space == "param":
+            return {PARAM}
+        if access.address is None or access.address.base is None:
+            return set()
+        return self._operand_roots(access.address.base)
+
+    def _operand_roots(self, operand: Operand) -> set[Root]:
+        if isinstance(operand, Vector):
+            return set().union(*(self._operand_roots(item) for item in operand.items))
+        name = operand.base.text if isinstance(operand, Offset) else operand.text if isinstance(operand, Name) else ""
+        if not name:
+            return set()
+        variable = self.flow.variables.get(name)
+        if variable is not None and name not in self.flow.types:
+            space = variable.space.split("::")[0]
+            if space == "param":
+                return {PARAM + name}
+            return {{"shared": SHARED, "local": LOCAL}.get(space, name)}
+        return self.roots.get(name, set())
+
+    def _stored_roots(self, op: Op) -> set[Root]:
+        return set().union(*(self._operand_roots(o) for o in op.operands[1:] if not isinstance(o, Address)))
+
+    def _roots_of(self, op: Op) -> set[Root]:
+        """Of the pointer an op makes: additions keep them, products and shifts do not make pointers."""
+        sources = op.operands[1:]
+        if op.opcode in ("ld", "ldu"):
+            address = op.operands[1]
+            base = address.base.text if isinstance(address, Address) and address.base else ""
+            if base in self.params:
+                return {base}
+            if base in self.slots:
+                return set(self.roots.get(f"[{base}]", set()))
+            if isinstance(address, Address) and address.base:  # a pointer inside a struct
+                return {root.removeprefix(PARAM) for root in self._operand_roots(address.base) if root.startswith(PARAM)}
+            return set()
+        if op.opcode == "st":
+            return self._stored_roots(op)
+        if op.opcode == "cvta":
+            heads = {m.split("::")[0] for m in op.modifiers}
+            for head, space in (("shared", SHARED), ("local", LOCAL)):
+                if head in heads:
+                    return {space}
+        if op.opcode in ("mad", "fma", "madc"):
+            sources = op.operands[3:4]
+        elif op.opcode == "selp":
+            sources = op.operands[1:3]
+        elif op.opcode == "shfl":
+            sources = op.operands[1:2]
+        elif op.opcode not in (
+            "mov",
+            "cvta",
+            "add",
+            "sub",
+            "addc",
+            "subc",
+            "and",
+            "or",
+            "xor",
+            "min",
+            "max",
+            "cvt",
+            "prmt",
+            "slct",
+            "mapa",
+        ):
+            return set()
+        return set().union(*(self._operand_roots(source) for source in sources))
+
+    # -- the verdict
+
+    def decide(self) -> Verdict:
+        self.propagate()
+        flow = self.flow
+        written: set[Root] = set()
+        sites: list[tuple[Op, set[int]]] = []
+        wild: list[Op] = []
+        loose_write = False
+        built: set[Root] = set()  # where the kernel puts tensor maps of its own making
+        for op in self.ops:
+            if op.opcode == "tensormap":
+                built |= set().union(*(self._spaces(a) for a in self.slice.accesses[op.index] if a.outside))
+                tainted = set().union(*(self.taint.get(reg, set()) for reg in self.slice.uses[op.index]))
+                if tainted:
+                    sites.append((op, tainted))
+        for op in self.ops:
+            for access in self.slice.accesses[op.index]:
+                if not access.outside:
+                    continue
+                if access.record in ("resource", "replicas"):
+                    what = "a texture or surface" if access.record == "resource" else "a multicast address"
+                    return Verdict(Kind.UNKNOWN, reason=f"{flow.where(op)}: {op.instruction.mnemonic} touches {what}")
+                registers = access_registers(access) | ({op.predicate} if op.predicate else set())
+                for reg in registers:
+                    strange = self.strange.get(reg, set()) | ({reg} if reg.startswith(UNKNOWN_SPECIALS) else set())
+                    if strange:
+                        what = ", ".join(sorted(strange))
+                        return Verdict(Kind.UNKNOWN, reason=f"{flow.where(op)}: {op.instruction.mnemonic} depends on {what}")
+                roots = self._spaces(access)
+                tainted = set().union(*(self.taint.get(reg, set()) for reg in registers))
+                if access.record == "tensor":
+                    of_params = {root.removeprefix(PARAM) for root in roots if root.startswith(PARAM)}
+                    if roots and len(of_params) == len(roots):
+                        written |= of_params if access.writes else set()
+                    elif roots & built:
+                        loose_write |= access.writes  # the map says where, not its address
+                    else:  # the contents of a map in memory are data
+                        tainted = tainted | {op.index}
+                        loose_write |= access.writes
+                elif roots and roots == _private(roots):
+                    continue
+                elif access.writes:
+                    written |= roots - _private(roots)
+                    loose_write |= not roots
+                if tainted:
+                    sites.append((op, tainted))
+                if not roots and tainted:
+                    wild.append(op)
+        controlled = self._tainted_branches()
+        for block in self.slice.relevant:
+            end = flow.blocks[block].ops[-1]
+            for reg in self.slice.uses[end.index]:
+                if self.strange.get(reg):
+                    what = ", ".join(sorted(self.strange[reg]))
+                    return Verdict(Kind.UNKNOWN, reason=f"{flow.where(end)}: a branch depends on {what}")
+        sites += controlled
+        if not sites:
+            return Verdict(Kind.INDEPENDENT)
+        shown = tuple(dict.fromkeys(f"{flow.where(op)}: {op.instruction.mnemonic}" for op, _ in sites))
+        if wild or loose_write:
+            return Verdict(Kind.DEPENDENT, sites=shown)
+        buffers: set[Root] = set()
+        for op, tainted in sites:
+            for index in tainted:
+                loaded = self._loaded_from(self.ops[index])
+                if not loaded or (loaded & written and not self._is_semaphore(op, self.ops[index], loaded)):
+                    return Verdict(Kind.DEPENDENT, sites=shown)
+                buffers |= loaded
+        return Verdict(Kind.GUARDED, tuple(sorted(buffers)), shown)
+
+    def _tainted_branches(self) -> list[tuple[Op, set[int]]]:
+        found = []
+        for block in sorted(self.slice.relevant):
+            end = self.flow.blocks[block].ops[-1]
+            tainted = set().union(*(self.taint.get(reg, set()) for reg in self.slice.uses[end.index]))
+            if tainted:
+                found.append((end, tainted))
+        return found
+
+    def _loaded_from(self, op: Op) -> set[Root]:
+        found: set[Root] = set()
+        for access in self.slice.accesses[op.index]:
+            if (access.reads or access.record == "tensor") and (access.outside or access.space == "const"):
+                found |= self._spaces(access) - _private(self._spaces(access))
+        return found
+
+    def _is_semaphore(self, site: Op, source: Op, buffers: set[Root]) -> bool:
+        """Whether a branch on the result of an atomic guards work that is the same for every contender; see the module."""
+        if source.opcode != "atom" or site.opcode not in ("bra", "brx"):
+            return False
+        for op in self.ops:  # the semaphore is touched by atomics alone
+            for access in self.slice.accesses[op.index]:
+                if access.outside and self._spaces(access) & buffers and op.opcode not in ("atom", "red"):
+                    return False
+        region = self.flow.region(site.block)
+        makers = {op.index for op in self.ops if op.block in region and op.index in self.slice.needed}
+        for op in self.ops:
+            if op.block in region or not (op.index in self.slice.needed or op.index in self._outside()):
+                continue
+            for reg in self.slice.uses[op.index]:
+                if any(maker.index in makers for maker in self.slice.defs.get(reg, ())):
+                    return False
+        contenders = self._blocks_of(source)
+        for op in self.ops:
+            if op.block in region and op.index in self._outside():
+                if not self._blocks_of(op) <= contenders:
+                    return False
+        return True
+
+    def _outside(self) -> set[int]:
+        return {index for index, table in self.slice.accesses.items() if any(a.outside for a in table)}
+
+    def _blocks_of(self, op: Op) -> set[str]:
+        """The block indices that an access's address was computed from."""
+        found: set[str] = set()
+        for access in self.slice.accesses[op.index]:
+            for reg in access_registers(access):
+                found |= self.identity.get(reg, set())
+        return {reg for reg in found if not reg.startswith(("%tid", "%laneid"))}
