@@ -13,6 +13,7 @@ from typing import Any
 
 from . import __version__
 from .passes.errors import OptionsError, TesseraError
+from .ptx_tools import commands as ptx_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     explain.add_argument("--json", type=Path, help="also write the report to this file")
     explain.set_defaults(run=_explain)
+
+    ptx_commands.add_parser(commands)
 
     arguments = parser.parse_args(argv)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = {"tessera_compile": 3, "runtime": 2, "passes": 1}
+LAYERS = {"tessera_compile": 3, "runtime": 2, "passes": 1, "ptx_tools": 0}
 
 
 def sources():
@@ -40,6 +40,19 @@ def test_arrows_run_downwards():
             assert LAYERS[target] <= LAYERS[folder], f"{path} imports {module}"
             count += 1
     assert count > 20
+
+
+def test_ptx_tools_work_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from tessera_compile.ptx_tools import parse, verdict, footprint, instrument, to_text, Buffer\n"
+        "text = '.version 8.4\\n.target sm_80\\n.address_size 64\\n.visible .entry k(.param .u64 p) { .reg .b64 %r; "
+        "ld.param.u64 %r, [p]; st.global.u32 [%r], 1; ret; }'\n"
+        "module = parse(text)\n"
+        "print(verdict(module), footprint(module, None, 1, 1, [Buffer(4096, 8)])['p'].writes.nbytes, len(instrument(module).sites))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "INDEPENDENT 4 1\n", done.stderr
 
 
 def test_private_torch_names_stand_in_one_file():
