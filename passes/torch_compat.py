@@ -5,10 +5,13 @@ Each function has a test of its own in ``tests/passes/test_torch_compat.py``. Su
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -312,3 +315,18 @@ def inductor_config_key() -> str:
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """A view of ``tensor`` with its negation bit flipped."""
     return torch._neg_view(tensor)
+
+
+def triton_ptx(digest: str, name: str, device: int) -> str | None:
+    """PTX of a Triton kernel by its hash, from the caches of Triton and of Inductor; None where neither has it.
+
+    Kernels of Inductor's static launcher carry their hash and not their PTX. Triton names a cache entry by the hash in base 32.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    entry = base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
+    roots = (os.environ.get("TRITON_CACHE_DIR"), triton_cache_dir(device), Path.home() / ".triton" / "cache")
+    for root in roots:
+        if root and (path := Path(root) / entry / f"{name}.ptx").is_file():
+            return path.read_text()
+    return None

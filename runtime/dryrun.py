@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..passes import torch_compat
 from ..passes.errors import TesseraError
 from ..ptx_tools import Buffer, Footprint, PtxError, TensorMap, parse
 from ..ptx_tools.instrumentation import Control, Instrumented, Recording, instrument, read_maps
@@ -221,6 +222,8 @@ def _describe(
     """PTX, name, threads a block and dynamic shared memory of a launchable kernel object."""
     metadata = getattr(kernel, "metadata", None)
     text = ptx or getattr(kernel, "ptx", None) or (getattr(kernel, "asm", None) or {}).get("ptx")
+    if text is None and getattr(kernel, "hash", None):  # Inductor's static launcher
+        text = torch_compat.triton_ptx(kernel.hash, kernel.name, torch.cuda.current_device())
     if text is None:
         raise DryRunError("the kernel object does not carry its PTX; pass ptx=")
     if metadata is not None and hasattr(kernel, "_init_handles"):

@@ -206,3 +206,14 @@ def test_negative_view():
 @pytest.mark.parametrize("name", ["inductor_seeds", "inductor_random", "inductor_randint"])
 def test_random_prims_exist(name):
     assert name in [op._schema.name.split("::")[1] for op in torch_compat.random_prims()]
+
+
+def test_ptx_of_a_cached_triton_kernel(tmp_path, monkeypatch):
+    """Triton's own naming: base 32 of the hash, without padding."""
+    digest = "6f1f45b7817113b70f17ee05ceedda52a4100b05a2f82c253550408d0746d3bd"
+    folder = tmp_path / "N4PULN4BOEJ3ODYX5YC452W2KKSBACYFUL4CYJJVKBAI2B2G2O6Q"
+    folder.mkdir()
+    (folder / "k.ptx").write_text(".version 8.7")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert torch_compat.triton_ptx(digest, "k", 0) == ".version 8.7"
+    assert torch_compat.triton_ptx(digest, "other", 0) is None
