@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .deciding import Kind, Verdict, verdict
     from .footprints import Box, Footprint, Intervals
+    from .instrumentation import Instrumented, instrument
     from .interpretation import NotDerivable, footprint
     from .launch import Buffer, TensorMap
     from .parsing import parse
@@ -18,6 +19,7 @@ _HOMES = {
     "Box": "footprints",
     "Buffer": "launch",
     "Footprint": "footprints",
+    "Instrumented": "instrumentation",
     "Intervals": "footprints",
     "Kind": "deciding",
     "Module": "syntax",
@@ -26,6 +28,7 @@ _HOMES = {
     "TensorMap": "launch",
     "Verdict": "deciding",
     "footprint": "interpretation",
+    "instrument": "instrumentation",
     "parse": "parsing",
     "to_text": "printing",
     "verdict": "deciding",

@@ -26,7 +26,7 @@ USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 
 # Sections that reach the device: instructions, constants, initial values, their relocations, and how much shared memory there is.
-LOADED = (".text", ".nv.constant", ".nv.global", ".nv.shared", ".rela.text", ".rela.nv")
+LOADED = (".text", ".nv.constant", ".nv.global", ".nv.shared", ".rel.text", ".rel.nv", ".rela.text", ".rela.nv")
 NOBITS = 8
 
 
@@ -66,7 +66,7 @@ def assemble(
         source, cubin = Path(folder) / "module.ptx", Path(folder) / "module.cubin"
         source.write_text(text, encoding="utf-8")
         for tool in [find_tool("ptxas", ptxas)] if ptxas else _assemblers(target):
-            command = [tool, "-v", f"-arch={target}", source, "-o", cubin]
+            command = [str(tool), "-v", f"-arch={target}", str(source), "-o", str(cubin)]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             log = done.stdout + done.stderr
             if done.returncode == 0:

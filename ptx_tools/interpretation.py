@@ -37,12 +37,15 @@ from .launch import (
 )
 from .semantics import UNSIGNED, Array, read_as, write_as
 from .shared_memory import BARRIERS, SharedMemory
-from .slicing import Slice, call_slots, is_barrier, slice_kernel
+from .slicing import Slice, call_slots, is_barrier, op_defs, slice_kernel
 from .syntax import TYPE_BYTES, Address, Literal, Module, Name, Not, Offset, Operand, Pair, PtxError, Vector
 from .values import UNKNOWN, Partial, Poison, Value, and_bad, blend
 
 LANES = 1 << 17
 """Threads interpreted at once: arrays of this many 64-bit values stay near the cache."""
+
+MOST_TURNS = 1 << 22
+"""Basic blocks executed before a launch is given up: a loop that never ends would be interpreted forever."""
 
 Dim = int | tuple[int, ...]
 
@@ -234,7 +237,8 @@ class _Machine:
         # pending: (rank, block, first instruction) → mask
         pending: dict[tuple[int, int, int], Array] = {(self.order[0], 0, 0): np.ones((1, 1), bool)}
         waiting: dict[tuple[int, int, int], tuple[Array, Array]] = {}
-        exited = np.zeros((1, 1), bool)
+        exited = self.exited = np.zeros((1, 1), bool)
+        turns = 0
         while pending or waiting:
             if not pending:
                 place = next(iter(waiting))
@@ -244,6 +248,10 @@ class _Machine:
             if not mask.any():
                 continue
             _, index, start = key
+            turns += 1
+            if turns > MOST_TURNS:
+                end = self.flow.blocks[index].ops[-1]
+                self.refuse(end, f"the threads are still running after {MOST_TURNS} basic blocks")
             self.alone = not pending and not waiting
             self.mask = mask
             self.full = self.alone
@@ -260,7 +268,7 @@ class _Machine:
                 continue
             for target, where in self._leave(index, mask):
                 if target == exit_ or target < 0:
-                    exited = exited | where
+                    exited = self.exited = exited | where
                     if self.shared is not None and waiting:
                         self._release(pending, waiting, exited)
                     continue
@@ -278,18 +286,17 @@ class _Machine:
             return [(self.flow.postdominator[index], mask)]
         end = block.ops[-1]
         if end.opcode == "brx":
-            selector = self.decided(self.operand(end.operands[0], "u32")(), mask, end, "the branch depends on data")
-            result = []
-            rest = mask
+            jumping = self._guarded(end, mask)
+            result = [(index + 1, mask & ~jumping)] if (mask & ~jumping).any() else []
+            if not jumping.any():
+                return result
+            selector = self.decided(self.operand(end.operands[0], "u32")(), jumping, end, "the branch depends on data")
             for position, target in enumerate(end.targets):
-                taken = mask & (selector == position)
+                taken = jumping & (selector == position)
                 if taken.any():
                     result.append((target, taken))
-                rest = rest & (selector != position)
-            if rest.any():
-                if end.predicate is None:
-                    self.refuse(end, "the index of the branch lies outside its list")
-                result.append((index + 1, rest))
+            if (jumping & (selector >= len(end.targets))).any():
+                self.refuse(end, "the index of the branch lies outside its list")
             return result
         assert end.predicate is not None
         guard = self.decided(self.fetch(end.predicate), mask, end, "the branch depends on data")
@@ -420,7 +427,7 @@ class _Machine:
 
                 return get
             case Literal():
-                constant = self._constant(operand.value, kind)
+                constant = self._constant(operand.value, kind, operand.text)
                 return lambda: constant
             case Offset():
                 if operand.base.text not in self.addresses:
@@ -447,13 +454,15 @@ class _Machine:
         address = self.addresses[name]
         return address - CONST_WINDOW if address >= CONST_WINDOW else address
 
-    def _constant(self, value: int | float, kind: str) -> Array:
+    def _constant(self, value: int | float, kind: str, text: str = "") -> Array:
         target = semantics.numpy_type(kind)
         if target is None:
             target = np.uint64
         if target is np.bool_:
             return np.full((1, 1), bool(value))
         dtype = np.dtype(target)
+        if text[:2].lower() in ("0f", "0d") and len(text) == 2 + 2 * dtype.itemsize:  # its bits, a NaN's too
+            return np.full((1, 1), int(text[2:], 16), UNSIGNED[dtype.itemsize]).view(target)
         if dtype.kind == "f":
             if isinstance(value, int):  # bits
                 return np.full((1, 1), value, UNSIGNED[dtype.itemsize]).view(target)
@@ -509,7 +518,6 @@ class _Machine:
         found["%lanemask_ge"] = ~((one << lane32) - one)
         found["%lanemask_gt"] = ~(((one << lane32) - one) | (one << lane32))
         put("%dynamic_smem_size", self.shared_bytes)
-        put("%total_smem_size", self.shared_size)
         return found
 
     # -- compiling
@@ -527,6 +535,8 @@ class _Machine:
         for name, makers in self.slice.defs.items():
             if len(homes[name]) != 1 or any(op.predicate for op in makers):
                 continue
+            if self.slice.shared and any(is_barrier(op) for op in self.flow.blocks[makers[0].block].ops):
+                continue  # threads that wait there keep theirs while others run through the block
             earliest = min(op.index for op in makers)
             users = [op.index for op in self.flow.blocks[makers[0].block].ops if name in self.slice.uses[op.index]]
             if all(index > earliest for index in users):
@@ -554,11 +564,7 @@ class _Machine:
     def _execute(self, op: Op) -> Callable[[], None]:
         if op.opcode in ("ld", "ldu"):
             inner = self._load(op)
-        elif (
-            op.opcode in ("st", "red")
-            or (op.opcode == "cp" and "async" in op.modifiers)
-            or op.opcode in ("stmatrix", "clusterlaunchcontrol")
-        ):
+        elif op.opcode != "tensormap" and any(a.writes for a in self.slice.accesses[op.index]):
             inner = self._store_op(op)
         elif op.opcode == "mov":
             inner = self._move(op)
@@ -570,7 +576,7 @@ class _Machine:
             inner = self._collective(op)
         elif op.opcode in ("and", "or", "xor", "not") and "pred" in op.modifiers:
             inner = self._predicate_logic(op)
-        elif op.opcode in ("bra", "brx", "ret", "exit", "trap", "bar", "barrier"):
+        elif op.opcode in ("bra", "brx", "ret", "exit", "trap") or (op.opcode in ("bar", "barrier") and "red" not in op.modifiers):
             return lambda: None
         elif op.opcode == "tensormap":
             inner = self._tensormap(op)
@@ -578,7 +584,7 @@ class _Machine:
             inner = self._pure(op)
         if op.predicate is None:
             return inner
-        names = [n.text for n in isa.written_names(op.instruction)]
+        names = op_defs(op, set())
         predicate, negated = op.predicate, op.negated
 
         def guarded() -> None:
@@ -587,9 +593,7 @@ class _Machine:
             if not isinstance(guard, np.ndarray):
                 bad: Array = np.ones((1, 1), bool) if isinstance(guard, Poison) else guard.bad
                 if (mask & bad).any():
-                    if op.opcode in ("st", "red", "cp", "tensormap", "atom"):
-                        self._forget(op)
-                        return
+                    self._forget(op)
                     for name in names:
                         self.store(name, UNKNOWN)
                     return
@@ -617,6 +621,8 @@ class _Machine:
 
     def _forget(self, op: Op) -> None:
         """A write that may or may not happen: what it could touch is unknown from here on."""
+        if op.opcode == "tensormap":
+            self.maps.clear()
         if self.shared is not None and any(a.writes and a.space in ("shared", "generic") for a in self.slice.accesses[op.index]):
             self.shared.forget()
         for access in self.slice.accesses[op.index]:
@@ -638,7 +644,7 @@ class _Machine:
         meaning = semantics.compute(op)
         targets = self._destinations(op) if op.operands and isa.written_names(op.instruction) else []
         names = [n for n, _ in targets if n != "_"]
-        if meaning is None or any(TYPE_BYTES.get(kind, 0) > 8 for _, kind in targets):
+        if meaning is None or len(op.operands) - 1 > len(meaning.sources) or any(TYPE_BYTES.get(k, 0) > 8 for _, k in targets):
 
             def unknown() -> None:
                 for name in names:
@@ -671,6 +677,10 @@ class _Machine:
                             self.store(name, UNKNOWN)
                     return
             results = function(*arrays)
+            if results[0].dtype.kind == "f" and op.opcode not in ("selp", "slct"):
+                nan = np.isnan(results[0])  # the ISA leaves open which
+                if nan.any():
+                    bad = nan if bad is None else bad | nan
             if op.opcode in ("div", "rem") and arrays[1].dtype.kind != "f":
                 zero = arrays[1] == 0
                 if zero.any():
@@ -987,22 +997,27 @@ class _Machine:
         table = self.slice.accesses[op.index]
         if op.opcode == "st" and len(table) == 1 and table[0].record == "mark" and "async" not in op.modifiers:
             return self._store_mark(op, table[0])
-        targets = [a for a in table if a.writes and a.space in ("shared", "generic")]
+        targets = [(a, self._address(a.address, a.space)) for a in table if a.writes and a.space in ("shared", "generic") and a.address]
+        names = op_defs(op, set())
 
         def forget() -> None:
-            for access in targets:
-                if self.shared is None or access.address is None:
+            for access, get in targets:
+                if self.shared is None:
                     continue
-                address = self._address(access.address, access.space)()
+                address = get()
                 if isinstance(address, np.ndarray) and access.nbytes is not None:
-                    offset = (address & np.uint64(WINDOW - 1)).astype(np.int64)
-                    inside = (address >> np.uint64(60)) == 1
-                    if op.opcode == "stmatrix" or not inside.all():
+                    window = np.broadcast_to(address >> np.uint64(60), self.shape)[np.broadcast_to(self.mask, self.shape)]
+                    if not (window == 1).any():
+                        continue
+                    if op.opcode == "stmatrix" or not (window == 1).all():
                         self.shared.forget()
                     else:
+                        offset = (address & np.uint64(WINDOW - 1)).astype(np.int64)
                         self.shared.write(offset, access.nbytes, None, self.mask, lambda why: self.refuse(op, why))
                 else:
                     self.shared.forget()
+            for name in names:
+                self.store(name, UNKNOWN)
 
         return forget
 
@@ -1090,6 +1105,8 @@ class _Machine:
 
         def step() -> None:
             value, b, c = source(), offset(), clamp()
+            if isinstance(value, Partial) and not (value.bad & self.mask).any():
+                value = value.array
             if not isinstance(value, np.ndarray) or not isinstance(b, np.ndarray) or not isinstance(c, np.ndarray):
                 unknown()
                 return
@@ -1128,45 +1145,72 @@ class _Machine:
         members = self.operand(op.operands[-1], "u32")
 
         def step() -> None:
-            mask = members()
-            if not isinstance(mask, np.ndarray):
+            found = self._members(members())
+            if found is None:
                 for name, _ in targets:
                     if name != "_":
                         self.store(name, UNKNOWN)
                 return
+            member, bad = found
             lane = np.arange(32, dtype=np.uint32)[None, None, :]
-            member = ((self._warps(mask) >> lane) & 1).astype(bool) & self._warps(self.mask)
-            first = np.argmax(member, axis=2)[..., None]
-            leader = (lane == first) & member
-            if targets[0][0] != "_":
-                self.store(targets[0][0], self._threads(np.broadcast_to(first, member.shape).astype(np.uint32)))
-            if len(targets) > 1 and targets[1][0] != "_":
-                found = self._threads(leader)
-                row = found[:1]
-                self.store(targets[1][0], row if (found == row).all() else found)
+            chosen = ((member >> lane) & np.uint32(1)).astype(bool)
+            low = member & (~member + np.uint32(1))
+            first = np.bitwise_count(low - np.uint32(1)).astype(np.uint32)
+            for (name, kind), result in zip(targets, (first, (lane == first) & chosen), strict=False):
+                if name == "_":
+                    continue
+                value = self._threads(result)
+                row = value[:1]
+                value = write_as(row if (value == row).all() else value, kind)
+                self.store(name, Partial(value, self._threads(bad)) if bad.any() else value)
 
         return step
 
+    def _members(self, mask: Value | None) -> tuple[Array, Array] | None:
+        """For each lane, (B, warps, 32): the lanes that take part with it, as bits, and whether that is uncertain: others that it
+        waits for stand elsewhere. None as `mask` is for instructions from before `.sync`: whoever is there."""
+        weight = (np.uint32(1) << np.arange(32, dtype=np.uint32))[None, None, :]
+        active = np.where(self._warps(self.mask), weight, np.uint32(0)).sum(axis=2, dtype=np.uint32)[..., None]
+        live = np.where(self._warps(~self.exited), weight, np.uint32(0)).sum(axis=2, dtype=np.uint32)[..., None]
+        if mask is None:
+            members = np.broadcast_to(active, (*active.shape[:2], 32))
+            return members, (members != live) & self._warps(self.mask)
+        if isinstance(mask, Partial) and not (mask.bad & self.mask).any():
+            mask = mask.array
+        if not isinstance(mask, np.ndarray):
+            return None
+        wanted = self._warps(mask)
+        bad = ((wanted & live & ~active) != 0) | ((wanted & weight) == 0)
+        return wanted & active, bad & self._warps(self.mask)
+
     def _vote(self, op: Op, mode: str, targets: list[tuple[str, str]], unknown: Callable[[], None]) -> Callable[[], None]:
         source = self.operand(op.operands[1], "pred")
+        members = self.operand(op.operands[2], "u32") if "sync" in op.modifiers else None
         name, kind = targets[0]
 
         def step() -> None:
             value = source()
-            if not isinstance(value, np.ndarray):
+            if isinstance(value, Partial) and not (value.bad & self.mask).any():
+                value = value.array
+            found = self._members(members() if members else None)
+            if not isinstance(value, np.ndarray) or found is None:
                 unknown()
                 return
-            active, votes = self._warps(self.mask), self._warps(value)
+            member, bad = found
+            weight = (np.uint32(1) << np.arange(32, dtype=np.uint32))[None, None, :]
+            ballot = np.where(self._warps(value), weight, np.uint32(0)).sum(axis=2, dtype=np.uint32)[..., None]
+            votes = ballot & member
+            result: Array
             if mode == "ballot":
-                weight = (np.uint32(1) << np.arange(32, dtype=np.uint32))[None, None, :]
-                result = np.where(active & votes, weight, np.uint32(0)).sum(axis=2, dtype=np.uint32)[..., None]
+                result = votes
             elif mode == "any":
-                result = (active & votes).any(axis=2)[..., None]
+                result = votes != 0
             elif mode == "all":
-                result = (~active | votes).all(axis=2)[..., None]
+                result = votes == member
             else:
-                result = ((~active | votes).all(axis=2) | (~active | ~votes).all(axis=2))[..., None]
-            self.store(name, write_as(self._threads(np.broadcast_to(result, active.shape)), kind))
+                result = (votes == member) | (votes == 0)
+            array = write_as(self._threads(result), kind)
+            self.store(name, Partial(array, self._threads(bad)) if bad.any() else array)
 
         return step
 
@@ -1206,11 +1250,15 @@ class _Machine:
             shape = np.broadcast_shapes(array.shape, mask.shape)
             return np.broadcast_to(array, shape)[np.broadcast_to(mask, shape)]
 
-        def mark(addresses: Array, width: int) -> None:
-            if generic:
-                addresses = addresses[addresses < np.uint64(WINDOW)]
-            elif addresses.size and int(addresses.max()) >= WINDOW:
+        def outside(addresses: Array) -> Array:
+            """Which of the addresses are global; a generic one may lie in another space, but none may lie nowhere."""
+            window = addresses >> np.uint64(60)
+            if addresses.size and int(window.max()) > (CONST_WINDOW >> 60 if generic else 0):
                 self.refuse(op, "its address lies in no global memory")
+            return np.asarray(window == 0)
+
+        def mark(addresses: Array, width: int) -> None:
+            addresses = addresses[outside(addresses)]
             at = addresses.astype(np.int64)
             if reads:
                 self.recorder.mark(False, at, width)
@@ -1218,10 +1266,8 @@ class _Machine:
                 self.recorder.mark(True, at, width)
 
         def spans(starts: Array, lengths: Array) -> None:
-            starts = starts.astype(np.int64)
-            if generic:
-                keep = starts < WINDOW
-                starts, lengths = starts[keep], lengths[keep]
+            keep = outside(starts.astype(np.uint64))
+            starts, lengths = starts[keep].astype(np.int64), lengths[keep]
             for write in (False, True):
                 if (writes if write else reads) and len(starts):
                     self.recorder.spans(write, starts, starts + lengths.astype(np.int64))
@@ -1398,7 +1444,9 @@ class _Machine:
                 if not isinstance(at, np.ndarray) or field_ is None:
                     self.maps.clear()
                     return
-                self._map_fields(at)[key] = value()
+                fields = self._map_fields(at)
+                mask = self._guarded(op, self.mask)
+                fields[key] = blend(mask.any(axis=1, keepdims=True), self._one_of(value(), mask), fields.get(key, UNKNOWN))
 
             return replace_field
         target, source = op.operands[0], op.operands[1]
@@ -1421,6 +1469,17 @@ class _Machine:
 
         return publish
 
+    def _one_of(self, value: Value, mask: Array) -> Value:
+        """What the threads of the mask agree on, (B, 1), for each block; unknown where they do not."""
+        if isinstance(value, Partial) and not (value.bad & mask).any():
+            value = value.array
+        if not isinstance(value, np.ndarray) or value.shape[1] == 1:
+            return value
+        whole, rows = np.broadcast_to(value, self.shape), np.broadcast_to(mask, self.shape)
+        one = np.take_along_axis(whole, np.argmax(rows, axis=1)[:, None], axis=1)
+        bad = (rows & (whole != one)).any(axis=1, keepdims=True)
+        return Partial(one, bad) if bad.any() else one
+
     def _map_fields(self, at: Array) -> dict[str, Value]:
         if at.shape[1] > 1:
             at = np.broadcast_to(at, self.shape)[:, :1]
@@ -1434,13 +1493,14 @@ class _Machine:
     def _built_map(self, fields: dict[str, Value], index: int, shape: tuple[int, ...], op: Op) -> TensorMap:
         def number(name: str) -> int:
             value = fields.get(name)
+            if isinstance(value, Partial) and not value.bad[index if value.bad.shape[0] > 1 else 0].any():
+                value = value.array
             if not isinstance(value, np.ndarray):
                 self.refuse(op, f"{name.split('.')[0]} of its tensor map is not known")
-            row = index if value.shape[0] > 1 else 0
-            values = value[row]
-            if not (values == values[0]).all():
+            values = value[index] if value.shape[0] > 1 and shape[0] > 1 else value
+            if not (values == values.flat[0]).all():
                 self.refuse(op, "threads disagree about its tensor map")
-            return int(values[0])
+            return int(values.flat[0])
 
         rank = number("rank.0") + 1
         kind = number("elemtype.0")

@@ -200,6 +200,8 @@ def _bulk_copy(instruction: Instruction) -> tuple[Access, ...] | None:
     modifiers = instruction.modifiers
     if {"commit_group", "wait_group", "prefetch"} & set(modifiers):
         return ()
+    if "ignore_oob" in modifiers:  # the bytes at either end that it leaves out are operands of their own
+        return None
     spaces = _two_spaces(modifiers)
     target, source = _address(instruction, 0), _address(instruction, 1)
     if len(spaces) != 2 or target is None or source is None or len(instruction.operands) < 3:

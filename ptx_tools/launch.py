@@ -53,7 +53,8 @@ class TensorMap:
 
     addr: global address of the tensor. element_bytes: size of an element.
     shape: elements in each dimension. strides: bytes of one step in dimensions 1, 2, …, one fewer than shape.
-    box: elements the copy takes in each dimension. element_strides: steps between them, 1 where None.
+    box: elements the copy takes in each dimension. element_strides: steps between them, 1 where None; the first is ignored, as
+    the hardware does.
     """
 
     addr: int
@@ -86,7 +87,7 @@ class TensorMap:
         touched. Source: PTX ISA, "Tensors", bounding box and traversal stride."""
         rank = len(self.shape)
         steps = (self.element_bytes, *self.strides)
-        strides = self.element_strides or (1,) * rank
+        strides = self.element_strides or (1,) * rank  # the innermost dimension knows no stride where nothing is interleaved
         start = np.full(len(coordinates), self.addr, np.int64)
         ok = np.ones(len(coordinates), bool)
         starts, oks = start[:, None], ok[:, None]
@@ -96,18 +97,10 @@ class TensorMap:
             n = len(coordinates)
             starts = (starts[:, :, None] + (at * steps[d])[:, None, :]).reshape(n, -1)
             oks = (oks[:, :, None] & inside[:, None, :]).reshape(n, -1)
-        if strides[0] == 1:
-            low = np.clip(coordinates[:, 0], 0, self.shape[0])[:, None]
-            high = np.clip(coordinates[:, 0] + self.box[0], 0, self.shape[0])[:, None]
-            first = starts + low * self.element_bytes
-            last = starts + high * self.element_bytes
-            keep = oks & (high > low)
-            return first[keep], last[keep]
-        at = coordinates[:, :1] + np.arange(0, self.box[0], strides[0], dtype=np.int64)
-        inside = (at >= 0) & (at < self.shape[0])
-        each = starts[:, :, None] + (at * self.element_bytes)[:, None, :]
-        keep = oks[:, :, None] & inside[:, None, :]
-        return each[keep], each[keep] + self.element_bytes
+        low = np.clip(coordinates[:, 0], 0, self.shape[0])[:, None]
+        high = np.clip(coordinates[:, 0] + self.box[0], 0, self.shape[0])[:, None]
+        keep = oks & (high > low)
+        return (starts + low * self.element_bytes)[keep], (starts + high * self.element_bytes)[keep]
 
 
 Argument = Buffer | TensorMap | int | float | bytes | None

@@ -92,7 +92,7 @@ class _Parser:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
         pairs = TOKEN.findall(text)
-        self.tokens = [token for _, token in pairs]
+        self.tokens: list[str] = [token for _, token in pairs]
         ends = list(accumulate(chain.from_iterable((len(blank), len(token)) for blank, token in pairs)))
         self.starts = ends[::2]
         self.ends = ends[1::2]
@@ -163,7 +163,8 @@ class _Parser:
     # -- the module
 
     def module(self) -> Module:
-        version, target, options, size = (0, 0), "", (), 64
+        version, target, size = (0, 0), "", 64
+        options: tuple[str, ...] = ()
         items: list[Directive | Variable | Function] = []
         tokens = self.tokens
         if tokens[0] != ".version":

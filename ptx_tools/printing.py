@@ -136,8 +136,8 @@ def variable(item: Variable) -> str:
 def directive(item: Directive) -> str:
     if item.name == ".section":  # one datum a line, as ptxas wants it
         text = " ".join(item.tokens[1:])
-        for word in (".b8 ", ".b16 ", ".b32 ", ".b64 "):
-            text = text.replace(word, "\n" + word)
+        for word in (" .b8 ", " .b16 ", " .b32 ", " .b64 "):
+            text = text.replace(word, "\n" + word[1:])
         return f".section {item.tokens[0]} {text}"
     words = " ".join(item.tokens)
     for mark in (" ,", " ;", " :"):

@@ -65,8 +65,20 @@ def _is_float(kind: str) -> bool:
 
 
 def _exact_float(op: Op, modifiers: set[str], kind: str) -> bool:
-    """f32 and f64, rounded to nearest, no flushing of denormals that could be seen in an address."""
+    """f32 and f64, rounded to nearest."""
     return kind in FLOATS and not modifiers & {"approx", "rz", "rm", "rp", "full", "sat"}
+
+
+def _flush(a: Array) -> Array:
+    """Subnormal f32 become zero of their sign, as `.ftz` says of operands and results."""
+    if a.dtype != np.float32:
+        return a
+    return np.where(np.abs(a) < np.finfo(np.float32).smallest_normal, np.copysign(np.float32(0), a), a)
+
+
+def _flushing(function: Compute) -> Compute:
+    """The function with subnormals flushed before and after it."""
+    return lambda *arrays: tuple(_flush(result) for result in function(*map(_flush, arrays)))
 
 
 def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Op, set[str], list[str]], Meaning | None]:
@@ -79,7 +91,8 @@ def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Op, set[str]
             or modifiers & {"sat", "relu", "NaN"}
         ):
             return None
-        return Meaning(lambda a, b: (function(a, b),), [kind, kind], [kind])
+        both: Compute = lambda a, b: (function(a, b),)  # noqa: E731
+        return Meaning(_flushing(both) if "ftz" in modifiers else both, [kind, kind], [kind])
 
     return make
 
@@ -168,6 +181,8 @@ def _mad(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
 
 def _mul24(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     kind = types[-1]
+    if "sat" in modifiers:
+        return None
     wide = np.int64 if kind[0] == "s" else np.uint64
 
     def cut(a: Array) -> Array:
@@ -208,8 +223,20 @@ def _minmax(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     if kind in ("u16x2", "s16x2") or modifiers & {"relu", "xorsign", "abs", "NaN"}:
         return None
     if kind in FLOATS:
-        return _binary(np.fmin if op.opcode == "min" else np.fmax)(op, modifiers, types)
+        return _binary(_float_extreme(op.opcode == "min"))(op, modifiers, types)
     return _binary(np.minimum if op.opcode == "min" else np.maximum)(op, modifiers, types)
+
+
+def _float_extreme(least: bool) -> Callable[[Array, Array], Array]:
+    """The other operand where one is NaN; -0 is less than +0."""
+    choose = np.fmin if least else np.fmax
+
+    def function(a: Array, b: Array) -> Array:
+        negative = (np.signbit(a) | np.signbit(b)) if least else (np.signbit(a) & np.signbit(b))
+        zero = np.where(negative, -a.dtype.type(0), a.dtype.type(0))
+        return np.where((a == 0) & (b == 0), zero, choose(a, b))
+
+    return function
 
 
 def _bitwise(function: Callable[[Array, Array], Array]) -> Callable[[Op, set[str], list[str]], Meaning | None]:
@@ -231,7 +258,8 @@ def _unary(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
         "abs": np.abs,
     }
     function = functions[op.opcode]
-    return Meaning(lambda a: (function(a),), [kind], [kind])
+    one: Compute = lambda a: (function(a),)  # noqa: E731
+    return Meaning(_flushing(one) if "ftz" in modifiers else one, [kind], [kind])
 
 
 def _shift(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
@@ -268,7 +296,8 @@ def _bfe(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     unsigned = UNSIGNED[size]
 
     def function(a: Array, b: Array, c: Array) -> tuple[Array, ...]:
-        pos, length = (b & 0xFF).astype(np.int64), (c & 0xFF).astype(np.int64)
+        pos, given = (b & 0xFF).astype(np.int64), (c & 0xFF).astype(np.int64)
+        length = np.minimum(given, np.maximum(bits - pos, 0))  # bits that the register has; the sign fills the others
         u = a.view(unsigned) if a.dtype != unsigned else a
         shifted = np.where(pos >= bits, unsigned(0), u >> np.minimum(pos, bits - 1).astype(unsigned))
         mask = np.where(
@@ -276,8 +305,8 @@ def _bfe(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
         )
         result = shifted & mask
         if kind[0] == "s":
-            top = np.minimum(pos + length - 1, bits - 1).clip(0)
-            sign = ((u >> top.astype(unsigned)) & unsigned(1)).astype(bool) & (length > 0)
+            top = np.minimum(pos + given - 1, bits - 1).clip(0)
+            sign = ((u >> top.astype(unsigned)) & unsigned(1)).astype(bool) & (given > 0)
             result = np.where(sign, result | ~mask, result)
         return (result.astype(unsigned),)
 
@@ -406,6 +435,9 @@ def _setp(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     compare = _comparison(list(op.modifiers), kind)
     if compare is None or numpy_type(kind) is None or (_is_float(kind) and kind not in FLOATS):
         return None
+    if "ftz" in modifiers:
+        plain = compare
+        compare = lambda a, b: plain(_flush(a), _flush(b))  # noqa: E731
     join = next((_JOIN[m] for m in op.modifiers if m in _JOIN), None)
     if op.opcode == "set":
         result = types[0]
@@ -433,7 +465,8 @@ def _selp(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     if op.opcode == "slct":
         condition = types[-1]
         if condition == "f32":
-            return Meaning(lambda a, b, c: (np.where(c >= 0, a, b),), [types[0], types[0], "f32"], [types[0]])
+            see = _flush if "ftz" in modifiers else np.asarray
+            return Meaning(lambda a, b, c: (np.where(see(c) >= 0, a, b),), [types[0], types[0], "f32"], [types[0]])
         return Meaning(lambda a, b, c: (np.where(c >= 0, a, b),), [types[0], types[0], "s32"], [types[0]])
     if numpy_type(kind) is None:
         return None
@@ -448,23 +481,26 @@ def _cvt(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     if target is None or origin is None or {to, source} & {"f16", "bf16", "f16x2", "bf16x2", "tf32"}:
         return None
     if to in FLOATS:
-        if modifiers & {"rz", "rm", "rp", "sat", "relu"} - ({"rz"} if source not in FLOATS else set()):
+        if modifiers & {"rz", "rm", "rp", "sat", "relu"}:
             return None
-        if modifiers & {"rzi", "rni", "rmi", "rpi"}:
-            rounding = _rounding(modifiers)
-            return Meaning(lambda a: (rounding(a).astype(target),), [source], [to])
-        return Meaning(lambda a: (a.astype(target),), [source], [to])
+        rounding = _rounding(modifiers) if modifiers & {"rzi", "rni", "rmi", "rpi"} else np.asarray
+        convert: Compute = lambda a: (rounding(a).astype(target),)  # noqa: E731
+        return Meaning(_flushing(convert) if "ftz" in modifiers else convert, [source], [to])
     if source in FLOATS:
         rounding = _rounding(modifiers)
         info = np.iinfo(target)
+        # PTX ISA, cvt: what a NaN becomes
+        nan = 0 if source == "f32" and info.bits < 64 else 1 << (info.bits - 1)
+        nan = nan - (1 << info.bits) if nan > info.max else nan
 
         def to_integer(a: Array) -> tuple[Array, ...]:
-            rounded = rounding(a.astype(np.float64))
+            rounded = rounding((_flush(a) if "ftz" in modifiers else a).astype(np.float64))
             low, high = float(info.min), float(info.max)
             clipped = np.where(np.isnan(rounded), 0.0, np.clip(rounded, low, high))
             result = np.where(clipped >= high, info.max, np.where(clipped <= low, info.min, 0))
             inside = (clipped < high) & (clipped > low)
-            return (np.where(inside, clipped, 0).astype(target) + np.where(inside, 0, result).astype(target),)
+            whole = np.where(inside, clipped, 0).astype(target) + np.where(inside, 0, result).astype(target)
+            return (np.where(np.isnan(a), target(nan), whole),)
 
         return Meaning(to_integer, [source], [to])
     if "sat" in modifiers:
