@@ -74,6 +74,14 @@ Root = str
 LOCAL, SHARED, PARAM = "(local)", "(shared)", "(param)"
 
 
+# Results that no argument decides: who is there, who came first, what has arrived.
+_STRANGE = {
+    "activemask": "which threads are active",
+    "mbarrier": "the state of a barrier",
+    "clusterlaunchcontrol": "which blocks have been started",
+}
+
+
 def _private(roots: set[Root]) -> set[Root]:
     """Those that are no memory of the user's. `(param)NAME` is the parameter's own bytes: a struct, or a tensor map."""
     return {root for root in roots if root[0] == "("}
@@ -92,6 +100,7 @@ class _Taint:
         self.memory_taint: dict[str, set[int]] = {LOCAL: set(), SHARED: set()}
         self.memory_roots: dict[str, set[Root]] = {LOCAL: set(), SHARED: set()}
         self.memory_identity: dict[str, set[str]] = {LOCAL: set(), SHARED: set()}
+        self.memory_strange: dict[str, set[str]] = {LOCAL: set(), SHARED: set()}
 
     # -- propagation
 
@@ -121,6 +130,10 @@ class _Taint:
                 strange.add(reg)
         if op.opcode == "fresh":
             strange.add("malloc")
+        if op.opcode in _STRANGE:
+            strange.add(_STRANGE[op.opcode])
+        if op.opcode == "atom" or (op.opcode in ("wgmma", "tcgen05") and outs):
+            taint.add(op.index)  # the order of the threads, or what lies in shared and tensor memory
         roots = self._roots_of(op)
         changed = False
         for access in self.slice.accesses[op.index]:
@@ -130,14 +143,18 @@ class _Taint:
                     taint |= self.memory_taint[space]
                     roots |= self.memory_roots[space]
                     identity |= self.memory_identity[space]
-                if (access.outside and not (spaces and spaces == _private(spaces))) or access.space == "const":
+                    strange |= self.memory_strange[space]
+                private = bool(spaces) and spaces == _private(spaces) and access.record != "tensor"
+                if (access.outside and not private) or access.space == "const":
                     taint = taint | {op.index}
         for access in self.slice.accesses[op.index]:
             if not access.writes:
                 continue
             for space in self._spaces(access) & {LOCAL, SHARED}:
                 stored = self._stored_roots(op)
-                for table, more in ((self.memory_taint, taint), (self.memory_identity, identity), (self.memory_roots, stored)):
+                for table, more in (
+                    (self.memory_taint, taint), (self.memory_identity, identity), (self.memory_roots, stored), (self.memory_strange, strange),
+                ):  # fmt: skip
                     if not more <= table[space]:  # type: ignore[index]
                         table[space] |= more  # type: ignore[index, operator]
                         changed = True
@@ -308,7 +325,10 @@ class _Taint:
         found: set[Root] = set()
         for access in self.slice.accesses[op.index]:
             if (access.reads or access.record == "tensor") and (access.outside or access.space == "const"):
-                found |= self._spaces(access) - _private(self._spaces(access))
+                spaces = self._spaces(access)
+                if access.record == "tensor":  # what lies where a tensor map points
+                    found |= {root.removeprefix(PARAM) for root in spaces if root.startswith(PARAM)}
+                found |= spaces - _private(spaces)
         return found
 
     def _is_semaphore(self, site: Op, source: Op, buffers: set[Root]) -> bool:

@@ -67,6 +67,8 @@ def op_defs(op: Op, slots: set[str]) -> tuple[Reg, ...]:
         address = op.operands[0]
         if isinstance(address, Address) and address.base is not None and address.base.text in slots:
             names += (slot(address.base.text),)
+        else:  # through a register: any of them
+            names += tuple(map(slot, sorted(slots)))
     return names
 
 
@@ -232,7 +234,7 @@ def _repeats(
             return False
         if op.index in needed and not all(invariant(reg) for reg in uses[op.index]):
             return False
-        if op.index in needed and op.index in outside:
+        if op.index in needed and any(a.reads for a in table[op.index]):
             return False
         if op.index in outside:
             registers = {r for a in table[op.index] if a.outside for r in access_registers(a)}

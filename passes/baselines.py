@@ -1,0 +1,161 @@
+"""The plans that people use today, each in its strongest honest form, and the best mixture of each kind with replicas.
+
+====================  =====================================================================================================
+name                  placements
+====================  =====================================================================================================
+single:GROUP          everything on one group
+replicas              a mixture of the above: each group serves the share of requests that it can
+layers                contiguous stretches of layers, one for each group, in every order of (up to four) groups; every cut
+attention-ffn         blocks named attention on one group, ffn on another, the rest with either
+prefill-decode        every assignment of whole workloads to groups
+NAME+replicas         the best mixture of the placements of that name with those of ``single``
+====================  =====================================================================================================
+
+A name is left out where it does not apply: layers without layer numbers, attention-ffn without blocks, and so on. In all of them groups
+of several devices serve different requests on their members.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from .mix import Mix, fits, resources, worth
+
+Placement = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Placements by the name of their kind; those that are not possible are left out."""
+
+    kinds: Mapping[str, tuple[Placement, ...]]
+
+    def placements(self) -> Iterator[Placement]:
+        for placements in self.kinds.values():
+            yield from placements
+
+    def values(self, mix: Mix, time_left: float = 10.0) -> dict[str, float]:
+        """Name → µs of one mix. Kinds that do not fit into memory are left out."""
+        deadline = time.perf_counter() + time_left
+        table: dict[Placement, np.ndarray] = {}
+        for placement in self.placements():
+            if placement not in table:
+                found = worth(mix, placement)
+                if fits(mix, found):
+                    table[placement] = resources(mix, found)
+        result: dict[str, float] = {}
+        singles = [p for p in self.kinds.get("single", ()) if p in table]
+        for placement in singles:
+            result[f"single:{mix.groups[placement[0]].name}"] = float(table[placement].max())
+        if singles:
+            result["replicas"] = mixed([table[p] for p in singles])
+        for kind, placements in self.kinds.items():
+            ready = [p for p in placements if p in table]
+            if kind == "single" or not ready:
+                continue
+            result[kind] = min(float(table[p].max()) for p in ready)
+            if singles and time.perf_counter() < deadline:
+                result[f"{kind}+replicas"] = mixed([table[p] for p in dict.fromkeys([*ready, *singles])])
+        return result
+
+
+def mixed(columns: list[np.ndarray]) -> float:
+    """The best mixture's µs: minimise C with Σ λ_p load(p) ≤ C, Σ λ = 1."""
+    table = np.stack(columns, axis=1)
+    scale = float(table.max(axis=0).min()) or 1.0
+    cost = np.zeros(table.shape[1] + 1)
+    cost[-1] = 1.0
+    answer = linprog(
+        cost,
+        A_ub=np.concatenate((table / scale, -np.ones((len(table), 1))), axis=1),
+        b_ub=np.zeros(len(table)),
+        A_eq=np.concatenate((np.ones((1, table.shape[1])), np.zeros((1, 1))), axis=1),
+        b_eq=[1.0],
+        bounds=(0, None),
+        method="highs-ds",
+    )
+    if answer.x is None:
+        return float(table.max(axis=0).min())
+    shares = answer.x[:-1] / answer.x[:-1].sum()
+    return float((table @ shares).max())
+
+
+def simple_plans(mix: Mix) -> Baselines:
+    """All the placements of the table above that the pins and the devices allow."""
+    allowed = mix.allowed
+    size, count = len(mix.groups), len(mix.kernels)
+
+    def possible(placement: Placement) -> bool:
+        return count == 0 or bool(allowed[np.arange(count), list(placement)].all())
+
+    kinds: dict[str, list[Placement]] = {"single": [(g,) * count for g in range(size)]}
+    if size > 1:
+        kinds["layers"] = list(_layers(mix))
+        kinds["attention-ffn"] = list(_blocks(mix))
+        kinds["prefill-decode"] = list(_phases(mix))
+    kept = {kind: tuple(dict.fromkeys(p for p in placements if possible(p))) for kind, placements in kinds.items()}
+    return Baselines({kind: placements for kind, placements in kept.items() if placements or kind == "single"})
+
+
+def _layers(mix: Mix) -> Iterator[Placement]:
+    """Kernels before the first layer go with it, those after the last with that one."""
+    layers = sorted({layer for layer in mix.layers if layer >= 0})
+    if len(layers) < 2:
+        return
+    size = len(mix.groups)
+    position = {layer: i for i, layer in enumerate(layers)}
+    depth = [position.get(layer, 0) for layer in mix.layers]
+    if size == 2:
+        for order in ((0, 1), (1, 0)):
+            for cut in range(1, len(layers)):
+                yield tuple(order[d >= cut] for d in depth)
+        return
+    orders = list(itertools.permutations(range(size))) if size <= 4 else [tuple(range(size)), tuple(reversed(range(size)))]
+    for order in orders:
+        cuts = _balanced(mix, layers, depth, order)
+        yield tuple(order[int(np.searchsorted(cuts, d, side="right"))] for d in depth)
+
+
+def _balanced(mix: Mix, layers: list[int], depth: list[int], order: tuple[int, ...]) -> np.ndarray:
+    """Cuts that minimise the largest compute of a stage, by dynamic programming over (layer, stage)."""
+    size, count = len(order), len(layers)
+    work = np.zeros((count, size))
+    for k, d in enumerate(depth):
+        for stage, g in enumerate(order):
+            work[d, stage] += mix.counts[k] * mix.times[k, g] / mix.groups[g].size
+    sums = np.concatenate((np.zeros((1, size)), np.cumsum(work, axis=0)))
+    best = np.full((size + 1, count + 1), np.inf)
+    came = np.zeros((size + 1, count + 1), dtype=int)
+    best[0, 0] = 0.0
+    for stage in range(1, size + 1):
+        for end in range(count + 1):
+            options = np.maximum(best[stage - 1, : end + 1], sums[end, stage - 1] - sums[: end + 1, stage - 1])
+            came[stage, end] = int(options.argmin())
+            best[stage, end] = options[came[stage, end]]
+    cuts, end = [], count
+    for stage in range(size, 1, -1):
+        end = came[stage, end]
+        cuts.append(end)
+    return np.array(sorted(cuts))
+
+
+def _blocks(mix: Mix) -> Iterator[Placement]:
+    if not {"attention", "ffn"} <= set(mix.blocks):
+        return
+    for a, f in itertools.permutations(range(len(mix.groups)), 2):
+        for rest in (a, f):
+            yield tuple({"attention": a, "ffn": f}.get(block, rest) for block in mix.blocks)
+
+
+def _phases(mix: Mix) -> Iterator[Placement]:
+    if len(mix.workloads) < 2 or len(mix.groups) ** len(mix.workloads) > 4096:
+        return
+    for choice in itertools.product(range(len(mix.groups)), repeat=len(mix.workloads)):
+        if len(set(choice)) > 1:
+            yield tuple(choice[w] for w in mix.workload)

@@ -1,0 +1,589 @@
+"""Mix → :class:`MixPlan`: which plans, and which share of the requests each one serves.
+
+A mixture of plans p with shares λ_p ≥ 0, Σ λ = 1, takes max over resources of Σ_p λ_p · load(p): one plan may keep one group busy while
+another keeps the other, which is how replicas work. The optimum over all mixtures is at least the relaxation's bound.
+
+1. Solve the relaxation (``relaxation.py``): fractions x[k, g] and a certified bound.
+2. Cut plans from the fractions (:func:`_level_plans`): with an order of the groups and a threshold θ ∈ (0, 1], kernel k goes to
+   the first group whose cumulated fraction reaches θ. Over a θ drawn at random the expected load of each group is that of the fractions, and
+   with two groups so is that of each link: then this mixture *is* the optimum.
+3. The simple plans (``baselines.py``) are added, so no mixture of those is better than what comes out.
+4. More plans are priced in: moves of kernels that make a plan cheaper under the prices of the resources (:func:`_descend`); with two
+   groups none is left.
+5. The master program chooses the shares (:func:`_master`); a vertex of it uses at most one plan for each tight resource. Where the
+   weights of all plans together exceed a group's memory, it is solved with one binary for each plan.
+6. Shares become whole requests out of at most 256 (:func:`whole_shares`).
+
+The single best plan is sought in the same pool, improved by moves, and for two groups by ``milp``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from .baselines import Baselines, simple_plans
+from .errors import InfeasibleError
+from .ir import format_bytes
+from .mix import Mix, Worth, fits, resources, worth
+from .problem import HOME
+from .relaxation import Relaxed, relax
+
+Placement = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """One plan of a mixture: ``share`` of the requests, and the group of each kernel."""
+
+    share: float
+    placement: Mapping[str, str]
+    bottleneck_us: float
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """What the planner decided for a mix.
+
+    bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better. ``single`` is the
+    best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of the mixture serves.
+    baselines: name → µs, of the simple plans; ``loads``: group → (compute µs, transfer µs, bytes of memory on a member).
+    """
+
+    plans: tuple[SharedPlan, ...]
+    whole: tuple[int, ...]
+    single: SharedPlan
+    single_us: float
+    bottleneck_us: float
+    bound_us: float
+    status: str
+    seconds: float
+    groups: Mapping[str, tuple[str, ...]]
+    loads: Mapping[str, tuple[float, float, float]]
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    recommendation: str = ""
+    batches: tuple[int, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        return 0.0 if self.bottleneck_us <= 0 else max(0.0, 1 - self.bound_us / self.bottleneck_us)
+
+    @property
+    def single_gap(self) -> float:
+        return 0.0 if self.single_us <= 0 else max(0.0, 1 - self.bound_us / self.single_us)
+
+    def to_text(self) -> str:
+        lines = [
+            f"one mix every {self.bottleneck_us:.1f} µs; no mixture of plans does better than {self.bound_us:.1f} µs "
+            f"(certified, gap {100 * self.gap:.2f} %); {self.status}, {self.seconds:.2f} s",
+        ]
+        for name, us in sorted(self.baselines.items(), key=lambda item: item[1]):
+            lines.append(f"  {name:26} {us:12.1f} µs   ours is {us / self.bottleneck_us:.3f}x as fast")
+        if self.baselines:
+            simplest = min(self.baselines.values())
+            if simplest <= self.bottleneck_us * 1.001:
+                name = min(self.baselines, key=lambda n: self.baselines[n])
+                lines.append(f"{name} is as good: take it")
+        lines.append(f"advice: {self.recommendation}")
+        if len(self.plans) > 1:
+            lines.append(f"{len(self.plans)} plans share the requests, {' : '.join(map(str, self.whole))}")
+        for plan in self.plans:
+            counts: dict[str, int] = {}
+            for group in plan.placement.values():
+                counts[group] = counts.get(group, 0) + 1
+            where = ", ".join(f"{n} kernels on {g}" for g, n in counts.items())
+            lines.append(f"  share {plan.share:.3f}: {where}")
+        lines.append(f"one plan for all requests: {self.single_us:.1f} µs (gap {100 * self.single_gap:.2f} %)")
+        for name, (compute, transfer, memory) in self.loads.items():
+            size = len(self.groups[name])
+            held = f", memory {format_bytes(memory)} a device" if memory else ""
+            lines.append(f"  {name}{f' x {size}' if size > 1 else ''}: compute {compute:.1f} µs, transfers {transfer:.1f} µs{held}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "bottleneck_us": self.bottleneck_us,
+                "bound_us": self.bound_us,
+                "gap": self.gap,
+                "seconds": self.seconds,
+                "status": self.status,
+                "shares": [plan.share for plan in self.plans],
+                "baselines": dict(self.baselines),
+                "placement": dict(self.plans[0].placement) if len(self.plans) == 1 else [dict(p.placement) for p in self.plans],
+                "requests": list(self.whole),
+                "single": {"bottleneck_us": self.single_us, "gap": self.single_gap, "placement": dict(self.single.placement)},
+                "groups": {name: list(members) for name, members in self.groups.items()},
+                "recommendation": self.recommendation,
+                "batches": list(self.batches),
+            },
+            indent=1,
+        )
+
+
+def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> MixPlan:
+    """The best mixture of plans that can be proven so, and the best single plan.
+
+    Raises InfeasibleError where no plan fits into memory. With ``time_limit`` 0 the simple plans alone are mixed, and the status says so.
+    """
+    started = time.perf_counter()
+    deadline = started + time_limit
+    simple = simple_plans(mix)
+    pool: dict[Placement, Worth] = {}
+
+    def add(placement: Sequence[int]) -> bool:
+        key = tuple(int(g) for g in placement)
+        if key in pool or not _possible(mix, key):
+            return False
+        found = worth(mix, key)
+        if not fits(mix, found):
+            return False
+        pool[key] = found
+        return True
+
+    for placement in simple.placements():
+        add(placement)
+    upper = min((float(resources(mix, w).max()) for w in pool.values()), default=0.0)
+    status = "heuristic"
+    relaxed = Relaxed(None, 0.0, np.zeros(len(mix.groups)), {}, 0.0)
+    if time_limit > 0 and len(mix.kernels):
+        relaxed = relax(mix, upper or _total(mix), max(0.05, time_limit / 2))
+        if relaxed.x is not None:
+            for placement in _level_plans(mix, relaxed.x):
+                add(placement)
+    if not pool:
+        for placement in _packed(mix, relaxed.x):
+            add(placement)
+        if not pool:
+            raise _does_not_fit(mix)
+    shares, value, prices = _master(mix, pool)
+    if len(mix.groups) > 2 and time_limit > 0:
+        shares, value = _price_in(mix, pool, add, shares, value, prices, relaxed.bound, gap, deadline)
+    best = min(pool, key=lambda p: float(resources(mix, pool[p]).max(initial=0.0)))
+    best = _improve(mix, best, deadline, relaxed.bound, gap)
+    if len(mix.groups) == 2 and time.perf_counter() < deadline:
+        best = _exact(mix, best, relaxed.bound, gap, deadline)
+    if add(best):
+        shares, value, _ = _master(mix, pool)
+    bound = min(max(relaxed.bound, 0.0), value)
+    if value - bound <= max(gap, 1e-9) * value:
+        status = "optimal within the gap"
+    if time_limit <= 0:
+        status = "heuristic: no time to solve"
+    whole = whole_shares(mix, [pool[p] for p, _ in shares], [s for _, s in shares])
+    plans = tuple(_named(mix, p, s, pool[p]) for p, s in shares)
+    single = worth(mix, best)
+    single_us = float(resources(mix, single).max(initial=0.0))
+    loads = _loads(mix, [(pool[p], s) for p, s in shares])
+    baselines = simple.values(mix, time_left=max(0.1, deadline - time.perf_counter()))
+    return MixPlan(
+        plans,
+        whole,
+        _named(mix, best, 1.0, single),
+        single_us,
+        value,
+        bound,
+        status,
+        time.perf_counter() - started,
+        {g.name: g.members for g in mix.groups},
+        loads,
+        baselines,
+        recommend(baselines, value),
+    )
+
+
+def recommend(baselines: Mapping[str, float], value: float, worth_it: float = 0.02) -> str:
+    """"one device", "replicas" or "split by kernel": the simplest plan within ``worth_it`` of the best."""
+    single = min((us for name, us in baselines.items() if name.startswith("single:")), default=float("inf"))
+    if single <= value * (1 + worth_it):
+        return "one device"
+    if baselines.get("replicas", float("inf")) <= value * (1 + worth_it):
+        return "replicas"
+    return "split by kernel"
+
+
+def _possible(mix: Mix, placement: Placement) -> bool:
+    allowed = mix.allowed
+    return bool(allowed[np.arange(len(placement)), list(placement)].all()) if placement else True
+
+
+def _total(mix: Mix) -> float:
+    finite = np.where(np.isfinite(mix.times), mix.times, np.inf)
+    moved = sum(m.count * max((mix.us(u, g, m.bytes) for u, g in mix.links), default=0.0) * len(mix.groups) for m in mix.moves)
+    return float((finite.min(axis=1) * mix.counts).sum()) + moved or 1.0
+
+
+# -- plans from fractions
+
+
+def _level_plans(mix: Mix, x: np.ndarray, most: int = 400) -> list[Placement]:
+    """All distinct threshold plans of the fractions, for each order of the groups (a sample where there are many)."""
+    size = len(mix.groups)
+    orders: list[tuple[int, ...]]
+    if size == 2:
+        orders = [(0, 1)]
+    elif size <= 4:
+        orders = list(itertools.permutations(range(size)))
+    else:
+        draw = np.random.default_rng(0)
+        orders = [tuple(int(i) for i in draw.permutation(size)) for _ in range(24)]
+    found: dict[Placement, None] = {}
+    for order in orders:
+        cumulated = np.cumsum(x[:, order], axis=1)
+        levels = np.unique(np.round(cumulated[:, :-1].reshape(-1), 9))
+        levels = levels[(levels > 1e-9) & (levels < 1 - 1e-9)]
+        ends = np.concatenate(([0.0], levels, [1.0]))
+        middles = (ends[:-1] + ends[1:]) / 2
+        if len(middles) > most // len(orders):
+            middles = np.quantile(middles, np.linspace(0, 1, max(2, most // len(orders))))
+        for theta in middles:
+            first = np.argmax(cumulated >= theta - 1e-12, axis=1)
+            found[tuple(int(order[i]) for i in first)] = None
+    return list(found)
+
+
+def _packed(mix: Mix, x: np.ndarray | None) -> list[Placement]:
+    """Plans that fit into memory where no simple one does: an integer program with the relaxation's memory rows."""
+    size, count = len(mix.groups), len(mix.kernels)
+    width = size * count + size * len(mix.residents)
+    rows, right = [], []
+    for w, (_, _, readers, _) in enumerate(mix.residents):
+        for k in readers:
+            for g in range(size):
+                rows.append({k * size + g: 1.0, size * count + w * size + g: -1.0})
+                right.append(0.0)
+    for g, group in enumerate(mix.groups):
+        if not np.isfinite(group.memory):
+            continue
+        base = float(mix.activation_bytes)
+        terms = {}
+        for w, (_, nbytes, _, state) in enumerate(mix.residents):
+            if state and g == 0:
+                base += nbytes
+            else:
+                terms[size * count + w * size + g] = nbytes / group.memory
+        rows.append(terms)
+        right.append((group.memory - base) / group.memory)
+    data = [(i, c, v) for i, row in enumerate(rows) for c, v in row.items()]
+    matrix = sparse.csr_array(
+        ([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(max(len(rows), 1), width)
+    )
+    equal = sparse.csr_array(
+        (np.ones(count * size), (np.repeat(np.arange(count), size), np.arange(count * size))), shape=(count, width)
+    )
+    finite = np.where(mix.allowed, mix.times * mix.counts[:, None], 0.0)
+    cost = np.concatenate((finite.reshape(-1), np.zeros(width - count * size)))
+    upper = np.concatenate((mix.allowed.reshape(-1).astype(float), np.ones(width - count * size)))
+    answer = milp(
+        cost / max(cost.max(), 1.0),
+        integrality=np.concatenate((np.ones(count * size), np.zeros(width - count * size))),
+        bounds=Bounds(0, upper),
+        constraints=[
+            LinearConstraint(matrix, -np.inf, np.array(right) if right else np.zeros(1)),
+            LinearConstraint(equal, 1, 1),
+        ],
+        options={"time_limit": 20.0, "mip_rel_gap": 0.05},
+    )
+    if answer.x is None:
+        return []
+    return [tuple(int(g) for g in answer.x[: count * size].reshape(count, size).argmax(axis=1))]
+
+
+# -- the master program
+
+
+def _master(mix: Mix, pool: Mapping[Placement, Worth]) -> tuple[list[tuple[Placement, float]], float, np.ndarray]:
+    """Shares, value in µs, and the prices of the resources."""
+    names = list(pool)
+    table = np.stack([resources(mix, pool[p]) for p in names], axis=1)
+    scale = float(table.max(axis=0).min()) or 1.0
+    count = len(names)
+    cost = np.zeros(count + 1)
+    cost[-1] = 1.0
+    rows = np.concatenate((table / scale, -np.ones((len(table), 1))), axis=1)
+    ones = np.concatenate((np.ones((1, count)), np.zeros((1, 1))), axis=1)
+    answer = linprog(cost, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=ones, b_eq=[1.0], bounds=(0, None), method="highs-ds")
+    chosen = [(names[i], float(answer.x[i])) for i in range(count) if answer.x[i] > 1e-9] if answer.x is not None else []
+    prices = -np.asarray(answer.ineqlin.marginals) if answer.x is not None else np.zeros(len(table))
+    if not chosen or not _union_fits(mix, [p for p, _ in chosen]):
+        chosen = _master_with_memory(mix, names, table / scale)
+    total = sum(s for _, s in chosen)
+    chosen = sorted(((p, s / total) for p, s in chosen), key=lambda item: -item[1])
+    mixed = sum((s * resources(mix, pool[p]) for p, s in chosen), np.zeros(len(table)))
+    return chosen, float(mixed.max(initial=0.0)), prices
+
+
+def _union(mix: Mix, placements: Sequence[Placement]) -> np.ndarray:
+    """Bytes on a member of each group when all these plans are resident."""
+    memory = np.zeros(len(mix.groups))
+    for _, nbytes, readers, state in mix.residents:
+        for g in {p[r] for p in placements for r in readers} | ({0} if state else set()):
+            memory[g] += nbytes
+    for g in {0, *(g for p in placements for g in p)} if mix.activation_bytes else ():
+        memory[g] += mix.activation_bytes
+    return memory
+
+
+def _union_fits(mix: Mix, placements: Sequence[Placement]) -> bool:
+    return all(used <= group.memory for used, group in zip(_union(mix, placements), mix.groups, strict=True))
+
+
+def _master_with_memory(mix: Mix, names: list[Placement], table: np.ndarray) -> list[tuple[Placement, float]]:
+    """The master program where memory holds only some plans together: λ_p ≤ u_p, r[w, g] ≥ u_p, Σ bytes r ≤ memory."""
+    if len(names) > 60:  # the best plans, and those that are cheapest on some resource
+        order = np.argsort(table.max(axis=0))[:40]
+        keep = sorted({*order.tolist(), *(int(table[r].argmin()) for r in range(len(table)))})
+        names, table = [names[i] for i in keep], table[:, keep]
+    count, size = len(names), len(mix.groups)
+    held = [(w, g) for w in range(len(mix.residents)) for g in range(size)]
+    width = 2 * count + 1 + len(held)
+    rows, low, high = [], [], []
+
+    def row(terms: dict[int, float], lower: float, upper: float) -> None:
+        rows.append(terms)
+        low.append(lower)
+        high.append(upper)
+
+    for resource in table:
+        row({**{i: float(v) for i, v in enumerate(resource)}, 2 * count: -1.0}, -np.inf, 0.0)
+    row(dict.fromkeys(range(count), 1.0), 1.0, 1.0)
+    for i in range(count):
+        row({i: 1.0, count + i: -1.0}, -np.inf, 0.0)
+    at = {pair: 2 * count + 1 + j for j, pair in enumerate(held)}
+    for w, (_, _, readers, state) in enumerate(mix.residents):
+        for i, placement in enumerate(names):
+            for g in {placement[r] for r in readers}:
+                row({count + i: 1.0, at[w, g]: -1.0}, -np.inf, 0.0)
+        if state:
+            row({at[w, 0]: 1.0}, 1.0, 1.0)
+    for g, group in enumerate(mix.groups):
+        if np.isfinite(group.memory):
+            terms = {at[w, g]: mix.residents[w][1] / group.memory for w in range(len(mix.residents))}
+            row(terms or {2 * count: 0.0}, -np.inf, (group.memory - mix.activation_bytes) / group.memory)
+    data = [(i, c, v) for i, terms in enumerate(rows) for c, v in terms.items()]
+    matrix = sparse.csr_array(([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(len(rows), width))
+    cost = np.zeros(width)
+    cost[2 * count] = 1.0
+    integral = np.zeros(width)
+    integral[count : 2 * count] = 1
+    upper = np.ones(width)
+    upper[2 * count] = np.inf
+    answer = milp(
+        cost, integrality=integral, bounds=Bounds(0, upper), constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
+        options={"time_limit": 10.0, "mip_rel_gap": 1e-4},
+    )  # fmt: skip
+    if answer.x is not None:
+        chosen = [(names[i], float(answer.x[i])) for i in range(count) if answer.x[i] > 1e-6]
+        if chosen and _union_fits(mix, [p for p, _ in chosen]):
+            return chosen
+    return [(names[int(table.max(axis=0).argmin())], 1.0)]
+
+
+def _price_in(mix, pool, add, shares, value, prices, bound, gap, deadline):  # type: ignore[no-untyped-def]
+    """Add plans that are cheaper under the prices than those chosen, while that helps and time is left."""
+    for _ in range(40):
+        if value - bound <= gap * value or time.perf_counter() > deadline:
+            break
+        fresh = False
+        for placement, _ in shares[:6]:
+            if time.perf_counter() > deadline:
+                break
+            fresh |= add(_descend(mix, placement, prices, deadline))
+        if not fresh:
+            break
+        shares, better, prices = _master(mix, pool)
+        if better >= value * (1 - 1e-7):
+            value = better
+            break
+        value = better
+    return shares, value
+
+
+# -- moves
+
+
+class _Loads:
+    """The loads of a placement, kept up to date as kernels move."""
+
+    def __init__(self, mix: Mix, placement: Sequence[int]) -> None:
+        self.mix = mix
+        self.place = list(placement)
+        self.touching: list[list[int]] = [[] for _ in mix.kernels]
+        for m, move in enumerate(mix.moves):
+            for k in {*move.readers, *(() if move.source == HOME else (move.source,)), *(() if move.unless is None else (move.unless,))}:
+                self.touching[k].append(m)
+        found = worth(mix, placement)
+        self.compute, self.link = found.compute, found.link
+
+    def _crossing(self, m: int) -> list[tuple[int, int, float]]:
+        move, place = self.mix.moves[m], self.place
+        source = 0 if move.source == HOME else place[move.source]
+        targets = {place[r] for r in move.readers}
+        if move.to_home:
+            targets.add(0)
+        targets.discard(source)
+        if move.unless is not None:
+            targets.discard(place[move.unless])
+        return [(source, t, move.count * self.mix.us(source, t, move.bytes)) for t in targets]
+
+    def shift(self, kernels: Sequence[int], target: int) -> None:
+        """Move kernels to a group."""
+        moves = {m for k in kernels for m in self.touching[k]}
+        for m in moves:
+            for u, g, us in self._crossing(m):
+                self.link[u, g] -= us
+        for k in kernels:
+            old = self.place[k]
+            self.compute[old] -= self.mix.counts[k] * self.mix.times[k, old]
+            self.compute[target] += self.mix.counts[k] * self.mix.times[k, target]
+            self.place[k] = target
+        for m in moves:
+            for u, g, us in self._crossing(m):
+                self.link[u, g] += us
+
+    def busy(self) -> np.ndarray:
+        return resources(self.mix, Worth(self.compute, self.link, np.zeros(len(self.compute)), 0.0))
+
+
+def _stretches(mix: Mix, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    found = [(k,) for k in range(len(mix.kernels))]
+    for length in lengths:
+        for start in range(0, len(mix.kernels) - length + 1, max(1, length // 2)):
+            found.append(tuple(range(start, start + length)))
+    return found
+
+
+def _descend(mix: Mix, start: Placement, prices: np.ndarray, deadline: float) -> Placement:
+    """A local optimum of Σ price · load, by moves of kernels and stretches of them."""
+    allowed, loads = mix.allowed, _Loads(mix, start)
+    cost = float(prices @ loads.busy())
+    for _ in range(3):
+        improved = False
+        for kernels in _stretches(mix, (4, 16)):
+            if time.perf_counter() > deadline:
+                return tuple(loads.place)
+            before = [loads.place[k] for k in kernels]
+            if len(set(before)) > 1:
+                continue
+            for g in range(len(mix.groups)):
+                if g == before[0] or not all(allowed[k, g] for k in kernels):
+                    continue
+                here = loads.place[kernels[0]]
+                loads.shift(kernels, g)
+                trial = float(prices @ loads.busy())
+                if trial < cost - 1e-9 * abs(cost):
+                    cost, improved = trial, True
+                else:
+                    loads.shift(kernels, here)
+        if not improved:
+            break
+    return tuple(loads.place)
+
+
+def _improve(mix: Mix, start: Placement, deadline: float, bound: float, gap: float) -> Placement:
+    """A local optimum of the busiest resource, ties broken by the sum of squares of all."""
+    allowed, loads = mix.allowed, _Loads(mix, start)
+    tight = any(np.isfinite(g.memory) for g in mix.groups) and bool(mix.residents)
+
+    def score() -> tuple[float, float]:
+        busy = loads.busy()
+        return float(busy.max(initial=0.0)), float((busy**2).sum())
+
+    best = score()
+    lengths = [n for n in (2, 3, 5, 8, 16, 32, 64) if n < len(mix.kernels)]
+    stretches = _stretches(mix, lengths)
+    for _ in range(12):
+        improved = False
+        for kernels in stretches:
+            if best[0] <= bound * (1 + gap / 4) or time.perf_counter() > deadline:
+                return tuple(loads.place)
+            before = [loads.place[k] for k in kernels]
+            for g in range(len(mix.groups)):
+                if all(b == g for b in before) or not all(allowed[k, g] for k in kernels):
+                    continue
+                old = [loads.place[k] for k in kernels]
+                loads.shift(kernels, g)
+                trial = score()
+                better = trial[0] < best[0] * (1 - 1e-9) or (trial[0] <= best[0] and trial[1] < best[1] * (1 - 1e-6))
+                if better and (not tight or fits(mix, worth(mix, loads.place))):
+                    best, improved = trial, True
+                else:
+                    for k, home in zip(kernels, old, strict=True):
+                        loads.shift((k,), home)
+        if not improved:
+            break
+    return tuple(loads.place)
+
+
+def _exact(mix: Mix, start: Placement, bound: float, gap: float, deadline: float) -> Placement:
+    """The integer program of two groups, where the best plan found so far is not yet within the gap."""
+    value = float(resources(mix, worth(mix, start)).max(initial=0.0))
+    if value - bound <= gap * value:
+        return start
+    from .relaxation import integer_plan
+
+    left = deadline - time.perf_counter()
+    found = integer_plan(mix, value, min(left, 5.0), gap / 4) if left > 0.05 else None
+    if found is not None and _possible(mix, found):
+        w = worth(mix, found)
+        if fits(mix, w) and float(resources(mix, w).max()) < value:
+            return found
+    return start
+
+
+# -- results
+
+
+def whole_shares(mix: Mix, worths: Sequence[Worth], shares: Sequence[float], most: int = 256) -> tuple[int, ...]:
+    """Whole numbers of requests, the fewest (of at most ``most``) whose mixture is within 0.1 % of the fractions."""
+    if len(shares) == 1:
+        return (1,)
+    loads = np.stack([resources(mix, w) for w in worths], axis=1)
+    ideal = float((loads @ np.array(shares)).max())
+    best: tuple[float, tuple[int, ...]] = (float("inf"), tuple(1 for _ in shares))
+    for total in range(len(shares), most + 1):
+        floors = np.floor(np.array(shares) * total).astype(int)
+        rest = total - int(floors.sum())
+        order = np.argsort(-(np.array(shares) * total - floors))
+        floors[order[:rest]] += 1
+        value = float((loads @ (floors / total)).max())
+        if value < best[0] * (1 - 1e-9):
+            best = (value, tuple(int(n) for n in floors))
+        if value <= ideal * 1.001:
+            break
+    return best[1]
+
+
+def _named(mix: Mix, placement: Placement, share: float, of: Worth) -> SharedPlan:
+    names = {k: mix.groups[g].name for k, g in zip(mix.kernels, placement, strict=True)}
+    return SharedPlan(share, names, float(resources(mix, of).max(initial=0.0)))
+
+
+def _loads(mix: Mix, chosen: Sequence[tuple[Worth, float]]) -> dict[str, tuple[float, float, float]]:
+    found = {}
+    for g, group in enumerate(mix.groups):
+        compute = sum(s * w.compute[g] for w, s in chosen) / group.size
+        transfer = sum(s * (w.link[g].sum() + w.link[:, g].sum()) for w, s in chosen) / group.size
+        found[group.name] = (float(compute), float(transfer), float(max((w.memory[g] for w, _ in chosen), default=0.0)))
+    return found
+
+
+def _does_not_fit(mix: Mix) -> InfeasibleError:
+    total = sum(nbytes for _, nbytes, _, _ in mix.residents)
+    biggest = sorted(mix.residents, key=lambda r: -r[1])[:5]
+    items = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes, _, _ in biggest) or "no weights"
+    rooms = ", ".join(f"{g.name} {format_bytes(g.memory)}" for g in mix.groups if np.isfinite(g.memory))
+    return InfeasibleError(
+        f"the mix does not fit: weights and state {format_bytes(total)} plus {format_bytes(mix.activation_bytes)} of activations on each "
+        f"device, against {rooms}. Biggest: {items}. Add a device, raise max_memory or remove pins"
+    )
+
+
+__all__ = ["Baselines", "MixPlan", "SharedPlan", "best_mixture", "recommend", "whole_shares"]

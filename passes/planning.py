@@ -1,0 +1,147 @@
+"""Joint planning of several dependence graphs, and the choice of batch sizes: the public entry to ``mixture.py``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import networkx as nx
+
+from .cluster import Cluster
+from .errors import InfeasibleError, PlanError
+from .ir import Profile
+from .mix import Mix, mix_of_graphs
+from .mixture import MixPlan, best_mixture
+from .partitioning import matching
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A phase that may run at several batch sizes: ``options[b]`` is the graph (and profile) that serves b requests at once."""
+
+    options: Mapping[int, tuple[nx.DiGraph, Profile]]
+
+    def __post_init__(self) -> None:
+        if not self.options or any(b < 1 for b in self.options):
+            raise PlanError(f"batch sizes {sorted(self.options)}: at least one, and none below 1")
+
+
+def plan_mix(
+    parts: Sequence[tuple[nx.DiGraph | Batches, float]],
+    cluster: Cluster,
+    *,
+    profiles: Sequence[Profile] | None = None,
+    pins: Mapping[str, str] | None = None,
+    overlap: bool = True,
+    inflight: int = 1,
+    time_limit: float = 60.0,
+    gap: float = 5e-3,
+) -> MixPlan:
+    """Plan graphs together that run on one cluster, ``weight`` times each in one mix: prefill and decode of a model, say.
+
+    Args:
+        parts: (dependence graph, weight) pairs. For a phase given as :class:`Batches` the weight is for one request, and the
+            plan chooses the batch: it is used weight / b times. ``ddg.graph["name"]`` names a graph in the result.
+        profiles: one for each part that is a plain graph, in order; by default ``ddg.graph["profile"]``.
+        pins: glob over kernel names or module paths → device or group of identical devices.
+        inflight: requests whose activations are in memory at once.
+        gap: relative gap to the certified bound at which to stop.
+
+    Identical devices form one group whose members serve different requests; where memory forbids that, each is planned for alone.
+
+    Raises:
+        InfeasibleError: no plan fits into memory, for no batch size; it names what is biggest.
+        PlanError, ProfileError: bad weights, missing or impossible times, cyclic graphs, pins that match nothing.
+    """
+    if not (isinstance(time_limit, int | float) and time_limit >= 0):
+        raise PlanError(f"time_limit {time_limit!r} must be seconds, 0 or more")
+    given = iter(profiles or ())
+    phases: list[dict[int, tuple[nx.DiGraph, Profile]]] = []
+    for part, weight in parts:
+        if not 0 < weight < math.inf:
+            raise PlanError(f"weight {weight} of a mix must be a positive number")
+        if isinstance(part, Batches):
+            phases.append(dict(part.options))
+            continue
+        profile = next(given, None) or part.graph.get("profile")
+        if profile is None:
+            raise PlanError('a graph of the mix has no profile: pass profiles=, or set ddg.graph["profile"]')
+        phases.append({1: (part, profile)})
+    started = time.perf_counter()
+    best: MixPlan | None = None
+    refused: InfeasibleError | None = None
+    choices = list(itertools.product(*(sorted(options) for options in phases)))
+    for choice in choices:
+        chosen = [(*options[b], weight / b) for options, b, (_, weight) in zip(phases, choice, parts, strict=True)]
+        left = max(0.0, time_limit - (time.perf_counter() - started)) / max(1, len(choices) // 2) if time_limit else 0.0
+        try:
+            plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap)
+        except InfeasibleError as error:
+            refused = error
+            continue
+        plan = replace(plan, batches=tuple(choice), seconds=time.perf_counter() - started)
+        if best is None or plan.bottleneck_us < best.bottleneck_us:
+            best = plan
+    if best is None:
+        assert refused is not None
+        raise refused
+    return replace(best, seconds=time.perf_counter() - started)
+
+
+def _plan(
+    parts: Sequence[tuple[nx.DiGraph, Profile, float]],
+    cluster: Cluster,
+    pins: Mapping[str, str],
+    overlap: bool,
+    inflight: int,
+    time_limit: float,
+    gap: float,
+) -> MixPlan:
+    grouped = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight), parts, pins)
+    apart_needed = any(g.size > 1 for g in grouped.groups) and _memory_binds(grouped)
+    try:
+        best = best_mixture(grouped, time_limit=time_limit, gap=gap)
+    except InfeasibleError:
+        if not any(g.size > 1 for g in grouped.groups):
+            raise
+        best = None
+    if best is None or apart_needed:
+        # Identical devices that share the weights of one request: each is a group of its own.
+        alone = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False), parts, pins)
+        apart = best_mixture(alone, time_limit=time_limit, gap=gap)
+        if best is None or apart.bottleneck_us < best.bottleneck_us:
+            return apart
+    return best
+
+
+def _memory_binds(mix: Mix) -> bool:
+    total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes
+    return any(total > g.memory for g in mix.groups)
+
+
+def pin(mix: Mix, parts: Sequence[tuple[Any, ...]], pins: Mapping[str, str]) -> Mix:
+    """The mix with kernels pinned by patterns over their names and module paths."""
+    fixed: dict[int, int] = {}
+    for pattern, device in pins.items():
+        group = next((i for i, g in enumerate(mix.groups) if device == g.name or device in g.members), None)
+        if group is None:
+            raise PlanError(f"pin {pattern!r} names {device!r}, which is not in the cluster ({', '.join(g.name for g in mix.groups)})")
+        base, hit = 0, 0
+        for ddg, *_ in parts:
+            graph = ddg.graph["kernels"]
+            names = set(matching(graph, pattern))
+            for i, kernel in enumerate(graph.kernels):
+                if kernel.name in names:
+                    hit += 1
+                    if fixed.setdefault(base + i, group) != group:
+                        raise PlanError(f"kernel {kernel.name!r} is pinned to two devices; drop one pin")
+            base += len(graph.kernels)
+        if not hit:
+            raise PlanError(f"pin {pattern!r} matches no kernel and no module")
+    pinned = replace(mix, pins=fixed)
+    _ = pinned.allowed
+    return pinned
