@@ -169,6 +169,70 @@ def fits(mix: Mix, of: Worth) -> bool:
     return all(of.memory[g] <= group.memory for g, group in enumerate(mix.groups))
 
 
+def makespan(mix: Mix, placement: Sequence[int]) -> float:
+    """µs of one request that goes through all uses of all workloads, one after the other, alone on the cluster.
+
+    Within a workload: list scheduling in the order of the kernels, transfers included, as in ``problem.evaluate``; a move of state to a
+    later workload adds its time once for each use of its writer.
+    """
+    arrivals: list[list[tuple[int, float]]] = [[] for _ in mix.kernels]
+    ends: list[list[tuple[int, float]]] = [[] for _ in mix.workloads]
+    between = 0.0
+    for move in mix.moves:
+        source = 0 if move.source == HOME else placement[move.source]
+        phase_targets = set()
+        for reader in move.readers:
+            target = placement[reader]
+            current = target == source or (move.unless is not None and placement[move.unless] == target)
+            us = 0.0 if current else mix.us(source, target, move.bytes)
+            if move.source == HOME or mix.workload[reader] == mix.workload[move.source]:
+                arrivals[reader].append((move.source, us))
+            elif us:
+                phase_targets.add(target)
+        for target in phase_targets:
+            between += move.count * mix.us(source, target, move.bytes)
+        if move.to_home and move.source != HOME:
+            ends[int(mix.workload[move.source])].append((move.source, mix.us(source, 0, move.bytes)))
+    finish = np.zeros(len(mix.kernels))
+    total = between
+    for w, name in enumerate(mix.workloads):
+        free = [0.0] * len(mix.groups)
+        last = 0.0
+        for k in np.flatnonzero(mix.workload == w):
+            g = placement[k]
+            start = free[g]
+            for source, us in arrivals[k]:
+                start = max(start, us if source == HOME else finish[source] + us)
+            finish[k] = free[g] = start + float(mix.times[k, g])
+            last = max(last, finish[k])
+        last = max([last, *(finish[s] + us for s, us in ends[w])])
+        total += mix.weights[name] * last
+    return float(total)
+
+
+def longest_path(mix: Mix) -> tuple[float, bool]:
+    """µs of the longest path through each workload with every kernel where it is fastest and moves free: no placement's makespan is
+    less. And whether each workload is a chain, in which kernels can only run one at a time."""
+    fastest = np.where(mix.allowed, mix.times, np.inf).min(axis=1, initial=np.inf) if len(mix.kernels) else np.zeros(0)
+    before: list[set[int]] = [set() for _ in mix.kernels]
+    for move in mix.moves:
+        for reader in move.readers:
+            if move.source != HOME and mix.workload[reader] == mix.workload[move.source]:
+                before[reader].add(move.source)
+    length = np.zeros(len(mix.kernels))
+    depth = np.zeros(len(mix.kernels), dtype=int)
+    total, chain = 0.0, True
+    for w, name in enumerate(mix.workloads):
+        members = np.flatnonzero(mix.workload == w)
+        for k in members:
+            length[k] = fastest[k] + max((length[s] for s in before[k] if s < k), default=0.0)
+            depth[k] = 1 + max((depth[s] for s in before[k] if s < k), default=0)
+        if len(members):
+            total += mix.weights[name] * float(length[members].max())
+            chain &= int(depth[members].max()) == len(members)
+    return total, chain
+
+
 # -- from a dependence graph, or from a table
 
 
@@ -208,7 +272,12 @@ def group_links(cluster: Cluster, groups: Sequence[Group]) -> dict[tuple[int, in
 
 
 def mix_of_graphs(
-    parts: Sequence[tuple[nx.DiGraph, Profile, float]], cluster: Cluster, *, overlap: bool = True, inflight: int = 1, alike: bool = True
+    parts: Sequence[tuple[nx.DiGraph, Profile, float]],
+    cluster: Cluster,
+    *,
+    overlap: bool = True,
+    inflight: int = 1,
+    alike: bool = True,
 ) -> Mix:
     """A mix of dependence graphs, each with its profile and weight.
 

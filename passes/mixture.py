@@ -32,7 +32,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from .baselines import Baselines, simple_plans
 from .errors import InfeasibleError
 from .ir import format_bytes
-from .mix import Mix, Worth, fits, resources, worth
+from .mix import Mix, Worth, fits, longest_path, makespan, resources, worth
 from .problem import HOME
 from .relaxation import Relaxed, relax
 
@@ -54,7 +54,8 @@ class MixPlan:
 
     bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better. ``single`` is the
     best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of the mixture serves.
-    baselines: name → µs, of the simple plans; ``loads``: group → (compute µs, transfer µs, bytes of memory on a member).
+    baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its busiest link, bytes of memory on a
+    member).
     """
 
     plans: tuple[SharedPlan, ...]
@@ -70,6 +71,7 @@ class MixPlan:
     baselines: Mapping[str, float] = field(default_factory=dict)
     recommendation: str = ""
     batches: tuple[int, ...] = ()
+    objective: str = "throughput"
 
     @property
     def gap(self) -> float:
@@ -80,9 +82,11 @@ class MixPlan:
         return 0.0 if self.single_us <= 0 else max(0.0, 1 - self.bound_us / self.single_us)
 
     def to_text(self) -> str:
+        what = "one mix every" if self.objective == "throughput" else "one request goes through the mix in"
+        other = "mixture of plans" if self.objective == "throughput" else "placement"
         lines = [
-            f"one mix every {self.bottleneck_us:.1f} µs; no mixture of plans does better than {self.bound_us:.1f} µs "
-            f"(certified, gap {100 * self.gap:.2f} %); {self.status}, {self.seconds:.2f} s",
+            f"{what} {self.bottleneck_us:.1f} µs; no {other} does better than {self.bound_us:.1f} µs "
+            f"(gap {100 * self.gap:.2f} %); {self.status}, {self.seconds:.2f} s",
         ]
         for name, us in sorted(self.baselines.items(), key=lambda item: item[1]):
             lines.append(f"  {name:26} {us:12.1f} µs   ours is {us / self.bottleneck_us:.3f}x as fast")
@@ -100,11 +104,14 @@ class MixPlan:
                 counts[group] = counts.get(group, 0) + 1
             where = ", ".join(f"{n} kernels on {g}" for g, n in counts.items())
             lines.append(f"  share {plan.share:.3f}: {where}")
-        lines.append(f"one plan for all requests: {self.single_us:.1f} µs (gap {100 * self.single_gap:.2f} %)")
+        if self.objective == "throughput":
+            lines.append(f"one plan for all requests: {self.single_us:.1f} µs (gap {100 * self.single_gap:.2f} %)")
         for name, (compute, transfer, memory) in self.loads.items():
             size = len(self.groups[name])
             held = f", memory {format_bytes(memory)} a device" if memory else ""
-            lines.append(f"  {name}{f' x {size}' if size > 1 else ''}: compute {compute:.1f} µs, transfers {transfer:.1f} µs{held}")
+            lines.append(
+                f"  {name}{f' x {size}' if size > 1 else ''}: compute {compute:.1f} µs, transfers {transfer:.1f} µs{held}"
+            )
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -123,6 +130,7 @@ class MixPlan:
                 "groups": {name: list(members) for name, members in self.groups.items()},
                 "recommendation": self.recommendation,
                 "batches": list(self.batches),
+                "objective": self.objective,
             },
             indent=1,
         )
@@ -199,8 +207,98 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
     )
 
 
+def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
+    """The plan whose single request, alone on the cluster, is done first.
+
+    Where kernels run one at a time (each workload is a chain) the time is Σ compute + Σ moves, a minimum cut for two groups: the plan is
+    optimal and the bound certified. Otherwise branches may run side by side: plans cut from that relaxation, simple plans and moves of
+    kernels are judged by list scheduling, and the bound is the longest path.
+    """
+    started = time.perf_counter()
+    deadline = started + time_limit
+    simple = simple_plans(mix)
+    path, chain = longest_path(mix)
+    pool: dict[Placement, float] = {}
+
+    def add(placement: Sequence[int]) -> None:
+        key = tuple(int(g) for g in placement)
+        if key not in pool and _possible(mix, key) and fits(mix, worth(mix, key)):
+            pool[key] = makespan(mix, key)
+
+    for placement in simple.placements():
+        add(placement)
+    relaxed = Relaxed(None, 0.0, np.zeros(1), {}, 0.0)
+    if time_limit > 0 and len(mix.kernels):
+        upper = min((float((w := worth(mix, p)).compute.sum() + w.link.sum()) for p in pool), default=_total(mix))
+        relaxed = relax(mix, upper, max(0.05, time_limit / 2), one_at_a_time=True)
+        if relaxed.x is not None:
+            for placement in _level_plans(mix, relaxed.x):
+                add(placement)
+    if not pool:
+        for placement in _packed(mix, relaxed.x):
+            add(placement)
+        if not pool:
+            raise _does_not_fit(mix)
+    best = min(pool, key=lambda p: pool[p])
+    bound = max(path, relaxed.bound) if chain else path
+    if not chain and pool[best] > bound * 1.005:
+        best = _hasten(mix, best, min(deadline, time.perf_counter() + 5.0), bound)
+        add(best)
+    value = pool[best]
+    bound = min(bound, value)
+    status = "optimal within the gap" if value - bound <= 1e-6 * value else "heuristic"
+    if time_limit <= 0:
+        status = "heuristic: no time to solve"
+    baselines: dict[str, float] = {}
+    for kind, placements in simple.kinds.items():
+        for placement in placements:
+            if placement in pool:
+                name = f"single:{mix.groups[placement[0]].name}" if kind == "single" else kind
+                baselines[name] = min(baselines.get(name, float("inf")), pool[placement])
+    of = worth(mix, best)
+    named = _named(mix, best, 1.0, of)
+    return MixPlan(
+        (named,),
+        (1,),
+        named,
+        value,
+        value,
+        bound,
+        status,
+        time.perf_counter() - started,
+        {g.name: g.members for g in mix.groups},
+        _loads(mix, [(of, 1.0)]),
+        baselines,
+        recommend(baselines, value),
+        objective="latency",
+    )
+
+
+def _hasten(mix: Mix, start: Placement, deadline: float, bound: float) -> Placement:
+    """A local optimum of the makespan by moves of kernels and stretches."""
+    place, best = list(start), makespan(mix, start)
+    tight = any(np.isfinite(g.memory) for g in mix.groups) and bool(mix.residents)
+    allowed = mix.allowed
+    improved = True
+    while improved:
+        improved = False
+        for kernels in _stretches(mix, [n for n in (2, 4, 8, 16, 32) if n < len(mix.kernels)]):
+            for g in range(len(mix.groups)):
+                if time.perf_counter() > deadline or best <= bound * (1 + 1e-9):
+                    return tuple(place)
+                if all(place[k] == g for k in kernels) or not all(allowed[k, g] for k in kernels):
+                    continue
+                trial = list(place)
+                for k in kernels:
+                    trial[k] = g
+                value = makespan(mix, trial)
+                if value < best * (1 - 1e-9) and (not tight or fits(mix, worth(mix, trial))):
+                    place, best, improved = trial, value, True
+    return tuple(place)
+
+
 def recommend(baselines: Mapping[str, float], value: float, worth_it: float = 0.02) -> str:
-    """"one device", "replicas" or "split by kernel": the simplest plan within ``worth_it`` of the best."""
+    """ "one device", "replicas" or "split by kernel": the simplest plan within ``worth_it`` of the best."""
     single = min((us for name, us in baselines.items() if name.startswith("single:")), default=float("inf"))
     if single <= value * (1 + worth_it):
         return "one device"
@@ -417,7 +515,11 @@ class _Loads:
         self.place = list(placement)
         self.touching: list[list[int]] = [[] for _ in mix.kernels]
         for m, move in enumerate(mix.moves):
-            for k in {*move.readers, *(() if move.source == HOME else (move.source,)), *(() if move.unless is None else (move.unless,))}:
+            for k in {
+                *move.readers,
+                *(() if move.source == HOME else (move.source,)),
+                *(() if move.unless is None else (move.unless,)),
+            }:
                 self.touching[k].append(m)
         found = worth(mix, placement)
         self.compute, self.link = found.compute, found.link
@@ -568,9 +670,12 @@ def _named(mix: Mix, placement: Placement, share: float, of: Worth) -> SharedPla
 
 def _loads(mix: Mix, chosen: Sequence[tuple[Worth, float]]) -> dict[str, tuple[float, float, float]]:
     found = {}
+    sizes = np.array([g.size for g in mix.groups], dtype=float)
+    pairs = np.outer(sizes, sizes)
     for g, group in enumerate(mix.groups):
         compute = sum(s * w.compute[g] for w, s in chosen) / group.size
-        transfer = sum(s * (w.link[g].sum() + w.link[:, g].sum()) for w, s in chosen) / group.size
+        link = sum((s * w.link for w, s in chosen), np.zeros((len(mix.groups),) * 2)) / pairs
+        transfer = max(link[g].max(initial=0.0), link[:, g].max(initial=0.0))
         found[group.name] = (float(compute), float(transfer), float(max((w.memory[g] for w, _ in chosen), default=0.0)))
     return found
 

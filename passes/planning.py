@@ -129,7 +129,9 @@ def pin(mix: Mix, parts: Sequence[tuple[Any, ...]], pins: Mapping[str, str]) -> 
     for pattern, device in pins.items():
         group = next((i for i, g in enumerate(mix.groups) if device == g.name or device in g.members), None)
         if group is None:
-            raise PlanError(f"pin {pattern!r} names {device!r}, which is not in the cluster ({', '.join(g.name for g in mix.groups)})")
+            raise PlanError(
+                f"pin {pattern!r} names {device!r}, which is not in the cluster ({', '.join(g.name for g in mix.groups)})"
+            )
         base, hit = 0, 0
         for ddg, *_ in parts:
             graph = ddg.graph["kernels"]

@@ -45,13 +45,20 @@ class Relaxed:
     seconds: float
 
 
-def relax(mix: Mix, upper: float, time_limit: float = 60.0) -> Relaxed:
-    """Solve the relaxation. ``upper`` is the value of some plan, in µs: it scales the units, and bounds C for the certificate."""
+def relax(mix: Mix, upper: float, time_limit: float = 60.0, one_at_a_time: bool = False) -> Relaxed:
+    """Solve the relaxation. ``upper`` is the value of some plan, in µs: it scales the units, and bounds C for the certificate.
+
+    one_at_a_time: C ≥ Σ_g T[g] + Σ L instead, the time of a request whose kernels and moves run one after the other. With two
+    groups this is a minimum cut.
+    """
     started = time.perf_counter()
     rows = _Rows(mix, upper or 1.0)
     rows.assign()
     rows.moves()
-    rows.loads()
+    if one_at_a_time:
+        rows.sum()
+    else:
+        rows.loads()
     rows.memory()
     answer = rows.solve(time_limit)
     return Relaxed(*answer, time.perf_counter() - started)
@@ -115,7 +122,9 @@ class _Rows:
         """Whether every move costs the same on every link, so that only where it arrives matters to its cost."""
         return self.size > 2 and len(set(self.mix.links.values())) == 1
 
-    def _difference(self, end: tuple[int | None, int | None], source: int, g: int, unless: int | None) -> tuple[list[tuple[int, float]], float]:
+    def _difference(
+        self, end: tuple[int | None, int | None], source: int, g: int, unless: int | None
+    ) -> tuple[list[tuple[int, float]], float]:
         """Terms and constant of x[reader, g] − x[source, g] (− x[unless, g])."""
         reader, home = end
         terms: list[tuple[int, float]] = []
@@ -205,6 +214,16 @@ class _Rows:
             if terms:
                 self.link_rows[u, h] = self.at_most([*terms, (self.goal, -share)], 0.0)
 
+    def sum(self) -> None:
+        """All compute and all moves, whoever does them."""
+        finite = np.where(np.isfinite(self.mix.times), self.mix.times, 0.0) * self.mix.counts[:, None] / self.unit
+        terms = [(self.x(k, g), float(finite[k, g])) for k in range(self.count) for g in range(self.size) if finite[k, g]]
+        for (_, h), columns in self.transfers.items():
+            if h != -1:  # moves out of a group are the same moves as those into the others
+                terms += [(c, us / self.unit) for c, us in columns]
+        self.group_rows = [self.at_most([*terms, (self.goal, -1.0)], 0.0)]
+        self.link_rows = {}
+
     def memory(self) -> None:
         mix = self.mix
         total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes
@@ -289,7 +308,14 @@ def integer_plan(mix: Mix, upper: float, time_limit: float, gap: float) -> tuple
 
 
 def certified(
-    cost: np.ndarray, a: sparse.csr_array, b: np.ndarray, e: sparse.csr_array, f: np.ndarray, upper: np.ndarray, y: np.ndarray, w: np.ndarray
+    cost: np.ndarray,
+    a: sparse.csr_array,
+    b: np.ndarray,
+    e: sparse.csr_array,
+    f: np.ndarray,
+    upper: np.ndarray,
+    y: np.ndarray,
+    w: np.ndarray,
 ) -> float:
     """A lower bound on min cost·v over a v ≤ b, e v = f, 0 ≤ v ≤ upper, from any y ≤ 0 and any w.
 

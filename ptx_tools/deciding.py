@@ -11,8 +11,10 @@ guard of an access, or a branch that decides whether an access happens.
 - UNKNOWN(reason): a call that cannot be followed, an instruction that is not in the table, an address from elsewhere.
 
 A semaphore is a guard too. Where a branch depends on what an atomic returned, and the accesses behind it are the same whichever of
-the contending blocks gets there (their addresses use no block index that the address of the atomic does not use), only the
-initial contents of the semaphore matter: the last block to arrive does the same work, whoever it is.
+the contenders gets there, only the initial contents of the semaphore matter: the last block to arrive does the same work, whoever
+it is. That takes one atomic instruction that each contender executes once with the same operand, a condition that compares with
+nothing of the contender's own, and accesses whose addresses use no block index that the address of the atomic does not use. The
+contenders are blocks where one thread asks and tells the others through shared memory, else threads.
 """
 
 from __future__ import annotations
@@ -82,6 +84,18 @@ _STRANGE = {
 }
 
 
+_ASKING = "%tid of the thread that asks"
+_THREADS = {"%tid.x", "%tid.y", "%tid.z", "%laneid"}
+
+
+def _is_index(name: str) -> bool:
+    return name.startswith(("%ctaid", "%cluster", "%tid", "%laneid", "%lanemask"))
+
+
+def _of_blocks(identity: set[str]) -> set[str]:
+    return {name for name in identity if name.startswith(("%ctaid", "%cluster"))}
+
+
 def _private(roots: set[Root]) -> set[Root]:
     """Those that are no memory of the user's. `(param)NAME` is the parameter's own bytes: a struct, or a tensor map."""
     return {root for root in roots if root[0] == "("}
@@ -95,7 +109,13 @@ class _Taint:
         self.slots = call_slots(self.flow)
         self.taint: dict[str, set[int]] = {}  # register → indices of the ops that loaded
         self.roots: dict[str, set[Root]] = {}
-        self.identity: dict[str, set[str]] = {}  # register → block indices it was computed from
+        self.identity: dict[str, set[str]] = {}  # register → indices of blocks and threads it was computed from
+        self.stored: dict[int, tuple[set[int], set[str], set[str], set[Root]]] = {}  # store → taint, identity, strange, roots
+        self.reaching: dict[int, list[int]] = {}  # load from a fixed place of shared memory → the stores it may see
+        self.controls: dict[int, list[int]] = {}  # block → blocks whose branches decide whether it runs
+        for block in self.slice.relevant:
+            for inside in self.flow.region(block):
+                self.controls.setdefault(inside, []).append(block)
         self.strange: dict[str, set[str]] = {}  # register → special registers that no argument decides
         self.memory_taint: dict[str, set[int]] = {LOCAL: set(), SHARED: set()}
         self.memory_roots: dict[str, set[Root]] = {LOCAL: set(), SHARED: set()}
@@ -105,6 +125,16 @@ class _Taint:
     # -- propagation
 
     def propagate(self) -> None:
+        """Once to know which guards pick a thread, and again with what loads from shared memory can see because of that."""
+        self._spread()
+        reaching = {op.index: self._reaching_stores(op) for op in self.ops if op.index in self.slice.needed and op.opcode == "ld"}
+        reaching = {index: stores for index, stores in reaching.items() if stores is not None}
+        if reaching:
+            self.__init__(self.slice)  # type: ignore[misc]
+            self.reaching = reaching
+            self._spread()
+
+    def _spread(self) -> None:
         needed = [op for op in self.ops if op.index in self.slice.needed]
         makers: dict[int, list[str]] = {}
         for reg, ops in self.slice.defs.items():
@@ -124,34 +154,51 @@ class _Taint:
             taint |= self.taint.get(reg, set())
             identity |= self.identity.get(reg, set())
             strange |= self.strange.get(reg, set())
-            if reg.startswith(("%ctaid", "%cluster", "%tid", "%laneid")) and reg not in self.flow.types:
+            if _is_index(reg) and reg not in self.flow.types:
                 identity.add(reg)
             if reg.startswith(UNKNOWN_SPECIALS) and reg not in self.flow.types:
                 strange.add(reg)
+        for block in self.controls.get(op.block, ()):
+            for reg in self.slice.uses[self.flow.blocks[block].ops[-1].index]:
+                identity |= self.identity.get(reg, set()) | ({reg} if _is_index(reg) and reg not in self.flow.types else set())
         if op.opcode == "fresh":
             strange.add("malloc")
         if op.opcode in _STRANGE:
             strange.add(_STRANGE[op.opcode])
         if op.opcode == "atom" or (op.opcode in ("wgmma", "tcgen05") and outs):
             taint.add(op.index)  # the order of the threads, or what lies in shared and tensor memory
+        if op.opcode == "atom":
+            identity.add(_ASKING)
         roots = self._roots_of(op)
         changed = False
         for access in self.slice.accesses[op.index]:
             spaces = self._spaces(access)
             if access.reads:
+                if op.index in self.reaching:
+                    for store in self.reaching[op.index]:
+                        more_taint, more_identity, more_strange, more_roots = self.stored.get(store, (set(), set(), set(), set()))
+                        taint |= more_taint
+                        identity |= _of_blocks(more_identity)
+                        strange |= more_strange
+                        roots |= more_roots
+                    spaces = set()
                 for space in spaces & {LOCAL, SHARED}:
                     taint |= self.memory_taint[space]
                     roots |= self.memory_roots[space]
-                    identity |= self.memory_identity[space]
+                    # All threads that read one place of shared memory see the same.
+                    identity |= self.memory_identity[space] if space == LOCAL else _of_blocks(self.memory_identity[space])
                     strange |= self.memory_strange[space]
-                private = bool(spaces) and spaces == _private(spaces) and access.record != "tensor"
+                private = op.index in self.reaching or (bool(spaces) and spaces == _private(spaces) and access.record != "tensor")
                 if (access.outside and not private) or access.space == "const":
                     taint = taint | {op.index}
         for access in self.slice.accesses[op.index]:
             if not access.writes:
                 continue
+            stored = self._stored_roots(op)
+            if self.stored.get(op.index) != (taint, identity, strange, stored):
+                self.stored[op.index] = (taint, identity, strange, stored)
+                changed = True
             for space in self._spaces(access) & {LOCAL, SHARED}:
-                stored = self._stored_roots(op)
                 for table, more in (
                     (self.memory_taint, taint), (self.memory_identity, identity), (self.memory_roots, stored), (self.memory_strange, strange),
                 ):  # fmt: skip
@@ -165,6 +212,71 @@ class _Taint:
                     known |= more
                     changed = True
         return changed
+
+    def _fixed(self, access: isa.Access) -> tuple[str, int] | None:
+        """The variable and offset of an address that is one place of shared memory for all threads."""
+        address = access.address
+        if access.space != "shared" or address is None or address.base is None:
+            return None
+        base: Operand = address.base
+        offset = address.offset
+        while isinstance(base, Name) and base.text in self.flow.types:
+            makers = self.slice.defs.get(base.text, [])
+            if len(makers) != 1 or makers[0].opcode != "mov" or makers[0].predicate or len(makers[0].operands) != 2:
+                return None
+            base = makers[0].operands[1]
+        if isinstance(base, Offset):
+            base, offset = base.base, offset + base.bytes
+        if not isinstance(base, Name) or base.text not in self.flow.variables:
+            return None
+        return base.text, offset
+
+    def _reaching_stores(self, load: Op) -> list[int] | None:
+        """The stores whose value a load from a fixed place of shared memory may see, in a program without races: those on the way
+        back to ones that overwrite the place for the whole block. None where the place is not fixed, or something may reach it
+        from the start of the kernel."""
+        access = self.slice.accesses[load.index][0]
+        place = self._fixed(access)
+        if place is None or access.nbytes is None:
+            return None
+        found: set[int] = set()
+        before: dict[int, list[int]] = {}
+        for block in self.flow.blocks:
+            for successor in block.successors:
+                before.setdefault(successor, []).append(block.index)
+        seen: set[int] = set()
+        at = self.flow.blocks[load.block].ops
+        work = [(load.block, at[: next(i for i, op in enumerate(at) if op is load)])]
+        while work:
+            block, ops = work.pop()
+            if self._scan_back(ops, place, access.nbytes, found):
+                continue
+            if block == 0:
+                return None
+            for previous in before.get(block, []):
+                if previous not in seen:
+                    seen.add(previous)
+                    work.append((previous, self.flow.blocks[previous].ops))
+        return sorted(found)
+
+    def _scan_back(self, ops: list[Op], place: tuple[str, int], nbytes: int, found: set[int]) -> bool:
+        """Collect stores to the place, last first; True where one overwrites it."""
+        for op in reversed(ops):
+            for access in self.slice.accesses[op.index]:
+                spaces = self._spaces(access)
+                if not access.writes or (spaces and SHARED not in spaces) or access.space == "global":
+                    continue
+                other = self._fixed(access)
+                if other is None or access.nbytes is None or op.opcode != "st" or other[0] != place[0]:
+                    found.add(op.index)
+                    continue
+                if other[1] + access.nbytes <= place[1] or place[1] + nbytes <= other[1]:
+                    continue
+                found.add(op.index)
+                covers = other[1] <= place[1] and place[1] + nbytes <= other[1] + access.nbytes
+                if covers and (op.predicate is None or self._one_thread(op)):
+                    return True
+        return False
 
     def _spaces(self, access: isa.Access) -> set[Root]:
         """Where an access may go, as far as its address says: the private spaces, or roots."""
@@ -333,12 +445,22 @@ class _Taint:
 
     def _is_semaphore(self, site: Op, source: Op, buffers: set[Root]) -> bool:
         """Whether a branch on the result of an atomic guards work that is the same for every contender; see the module."""
-        if source.opcode != "atom" or site.opcode not in ("bra", "brx"):
+        if source.opcode != "atom" or site.opcode not in ("bra", "brx") or source.block in self.flow.region(source.block):
             return False
-        for op in self.ops:  # the semaphore is touched by atomics alone
+        for op in self.ops:  # nothing but this atomic touches the semaphore
             for access in self.slice.accesses[op.index]:
-                if access.outside and self._spaces(access) & buffers and op.opcode not in ("atom", "red"):
+                if access.outside and op is not source and (self._spaces(access) & buffers or not self._spaces(access)):
                     return False
+        asked, condition = self._identity_of(source), set[str]()
+        for reg in self.slice.uses[site.index]:
+            condition |= self.identity.get(reg, set())
+        blockwise = not condition - _of_blocks(condition)
+        if blockwise and not self._one_thread(source):
+            return False
+        contenders = _of_blocks(asked) if blockwise else asked
+        given = set().union(*(self._operand_identity(o) for o in source.operands[2:]))
+        if not (condition - {_ASKING} <= contenders and given <= contenders):
+            return False
         region = self.flow.region(site.block)
         makers = {op.index for op in self.ops if op.block in region and op.index in self.slice.needed}
         for op in self.ops:
@@ -347,20 +469,38 @@ class _Taint:
             for reg in self.slice.uses[op.index]:
                 if any(maker.index in makers for maker in self.slice.defs.get(reg, ())):
                     return False
-        contenders = self._blocks_of(source)
         for op in self.ops:
             if op.block in region and op.index in self._outside():
-                if not self._blocks_of(op) <= contenders:
+                found = self._identity_of(op)
+                if not (_of_blocks(found) if blockwise else found) <= contenders:
                     return False
         return True
+
+    def _one_thread(self, op: Op) -> bool:
+        """Whether an op stands under a guard that picks a thread, by its index or by election."""
+        guards = {op.predicate} if op.predicate else set()
+        for block in self.controls.get(op.block, ()):
+            guards |= self.slice.uses[self.flow.blocks[block].ops[-1].index]
+        for guard in guards:
+            for maker in self.slice.defs.get(guard, ()):
+                equal = maker.opcode == "setp" and {"eq", "ne"} & set(maker.modifiers) and self.identity.get(guard, set()) & _THREADS
+                if equal or maker.opcode == "elect":
+                    return True
+        return False
+
+    def _operand_identity(self, operand: Operand) -> set[str]:
+        found: set[str] = set()
+        for name in isa.read_names(operand):
+            found |= self.identity.get(name.text, set()) | ({name.text} if _is_index(name.text) else set())
+        return found
 
     def _outside(self) -> set[int]:
         return {index for index, table in self.slice.accesses.items() if any(a.outside for a in table)}
 
-    def _blocks_of(self, op: Op) -> set[str]:
-        """The block indices that an access's address was computed from."""
+    def _identity_of(self, op: Op) -> set[str]:
+        """The indices of blocks and threads that an access's address and guard were computed from."""
         found: set[str] = set()
         for access in self.slice.accesses[op.index]:
-            for reg in access_registers(access):
+            for reg in access_registers(access) | ({op.predicate} if op.predicate else set()):
                 found |= self.identity.get(reg, set())
-        return {reg for reg in found if not reg.startswith(("%tid", "%laneid"))}
+        return found - {_ASKING}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from . import __version__, what_if
 from .passes.errors import OptionsError, TesseraError
 from .ptx_tools import commands as ptx_commands
 
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--json", type=Path, help="also write the report to this file")
     explain.set_defaults(run=_explain)
 
+    what_if.add_parsers(commands)
     ptx_commands.add_parser(commands)
 
     arguments = parser.parse_args(argv)
@@ -112,12 +113,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     options = Options.make({"cluster": arguments.cluster, "policy": arguments.policy, "pins": pins, "max_memory": memory})
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise OptionsError(f"--json: no directory {arguments.json.parent}")
-    made = _load(arguments.target)()
-    if not (isinstance(made, tuple) and 2 <= len(made) <= 3 and callable(made[0]) and isinstance(made[1], tuple)):
-        raise OptionsError(
-            f"{arguments.target} must return (model, args) or (model, args, kwargs), args a tuple and kwargs a dict"
-        )
-    model, args, kwargs = (*made, {})[:3]
+    model, args, kwargs = load_target(arguments.target)
     report = explain(model, options)(*args, **kwargs)
     print(report)
     if arguments.json is not None:
@@ -130,6 +126,15 @@ def _mapping(pairs: Sequence[str]) -> dict[str, str]:
         if "=" not in pair:
             raise OptionsError(f"{pair!r}: give NAME=VALUE")
     return dict(pair.rsplit("=", 1) for pair in pairs)
+
+
+def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What the callable named by ``MODULE:CALLABLE`` or ``FILE.py:CALLABLE`` returns: model, args, kwargs."""
+    made = _load(target)()
+    if not (isinstance(made, tuple) and 2 <= len(made) <= 3 and callable(made[0]) and isinstance(made[1], tuple)):
+        raise OptionsError(f"{target} must return (model, args) or (model, args, kwargs), args a tuple and kwargs a dict")
+    model, args, kwargs = (*made, {})[:3]
+    return model, args, kwargs
 
 
 def _load(target: str) -> Callable[[], Any]:

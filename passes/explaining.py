@@ -1,0 +1,147 @@
+"""Why a kernel is where it is, which placements matter most, and what a better link or more memory would bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from .errors import PlanError
+from .mix import Group, Mix, fits, resources, worth
+from .mixture import MixPlan, best_mixture
+
+SAME = 0.01
+"""Times closer than this, relatively, are a tie."""
+
+
+class Reason(StrEnum):
+    CHOSEN_CHEAPER = "CHOSEN CHEAPER"
+    TARGET_CHEAPER = "TARGET CHEAPER"
+    INFEASIBLE = "INFEASIBLE"
+    TIE = "TIE"
+
+
+@dataclass(frozen=True)
+class Why:
+    """Kernel on ``chosen`` rather than ``target``: µs of one use on each (infinite where it cannot run), and the µs of a whole
+    mix if this kernel alone moved, beside what it is."""
+
+    kernel: str
+    chosen: str
+    target: str
+    reason: Reason
+    chosen_us: float
+    target_us: float
+    value_us: float
+    moved_us: float
+
+    def __str__(self) -> str:
+        if self.reason is Reason.INFEASIBLE:
+            return f"{self.kernel} on {self.chosen}: INFEASIBLE on {self.target}"
+        return (
+            f"{self.kernel} on {self.chosen} ({self.chosen_us:.1f} µs), not {self.target} ({self.target_us:.1f} µs): {self.reason}; moved "
+            f"alone, a mix takes {self.moved_us:.1f} µs instead of {self.value_us:.1f}"
+        )
+
+
+def compare(chosen_us: float, target_us: float) -> Reason:
+    """Which of two places is cheaper for a kernel by itself."""
+    if not math.isfinite(target_us):
+        return Reason.INFEASIBLE
+    if abs(chosen_us - target_us) <= SAME * max(chosen_us, target_us):
+        return Reason.TIE
+    return Reason.CHOSEN_CHEAPER if chosen_us < target_us else Reason.TARGET_CHEAPER
+
+
+def why(mix: Mix, placement: Mapping[str, str], kernel: str, target: str) -> Why:
+    """Why ``kernel`` is not on ``target``. ``placement`` is a plan's. Raises PlanError for names that are not there.
+
+    TARGET CHEAPER is no mistake: the kernel would be faster there by itself, but that group is the busier one, or its values would have to
+    move; ``moved_us`` says what the move would cost.
+    """
+    names = [g.name for g in mix.groups]
+    if kernel not in mix.kernels:
+        raise PlanError(f"no kernel {kernel!r} in this mix")
+    if target not in names:
+        raise PlanError(f"no group {target!r}; there are {', '.join(names)}")
+    at = [names.index(placement[k]) for k in mix.kernels]
+    k, to = mix.kernels.index(kernel), names.index(target)
+    before = float(resources(mix, worth(mix, at)).max())
+    chosen_us, target_us = float(mix.times[k, at[k]]), float(mix.times[k, to])
+    moved = math.inf
+    if mix.allowed[k, to]:
+        moved = float(resources(mix, worth(mix, [*at[:k], to, *at[k + 1 :]])).max())
+    reason = compare(chosen_us, target_us) if mix.allowed[k, to] else Reason.INFEASIBLE
+    return Why(kernel, names[at[k]], target, reason, chosen_us, target_us, before, moved)
+
+
+def matter_most(mix: Mix, placement: Mapping[str, str], count: int = 10) -> list[Why]:
+    """The kernels whose best single move elsewhere would cost most, worst first."""
+    names = [g.name for g in mix.groups]
+    found = []
+    for kernel in mix.kernels:
+        moves = [why(mix, placement, kernel, name) for name in names if name != placement[kernel]]
+        open_ = [w for w in moves if math.isfinite(w.moved_us)]
+        if open_:
+            found.append(min(open_, key=lambda w: w.moved_us))
+    return sorted(found, key=lambda w: -w.moved_us)[:count]
+
+
+def differences(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """Kernels that two plans place differently."""
+    names = dict.fromkeys([*a, *b])
+    return {k: (a.get(k), b.get(k)) for k in names if a.get(k) != b.get(k)}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What would change the result, by planning again: (description, µs of a mix, ratio to today)."""
+
+    today_us: float
+    changes: tuple[tuple[str, float, float], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {what}: {us:.1f} µs ({ratio:.3f}x as fast)" for what, us, ratio in self.changes)
+
+
+def sensitivity(mix: Mix, plan: MixPlan, *, time_limit: float = 10.0) -> Sensitivity:
+    """Plan again with every link twice as wide, and, for each group whose memory is a limit, with one more GiB on its devices."""
+    changes = []
+
+    def again(what: str, changed: Mix) -> None:
+        found = best_mixture(changed, time_limit=time_limit)
+        changes.append((what, found.bottleneck_us, plan.bottleneck_us / found.bottleneck_us if found.bottleneck_us else 1.0))
+
+    if mix.links:
+        again("links twice as wide", replace(mix, links={pair: (per / 2, lat) for pair, (per, lat) in mix.links.items()}))
+    total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes
+    for i, group in enumerate(mix.groups):
+        if math.isfinite(group.memory) and total > group.memory:
+            more: list[Group] = list(mix.groups)
+            more[i] = replace(group, memory=group.memory + 2**30)
+            again(f"one GiB more on {group.name}", replace(mix, groups=tuple(more)))
+    return Sensitivity(plan.bottleneck_us, tuple(changes))
+
+
+def same_budget(mix: Mix) -> dict[str, float]:
+    """What the money, or the number of devices, would reach in one type alone: name → µs of a mix.
+
+    ``all NAME``: as many devices as there are, all of that type. ``dollars in NAME``: as many as the price of all pays for (whole
+    ones), where prices are known. Each serves whole requests, as replicas do. Types that cannot hold or run the model are left out.
+    """
+    count = sum(g.size for g in mix.groups)
+    budget = sum(g.size * g.price for g in mix.groups)
+    found: dict[str, float] = {}
+    for i, group in enumerate(mix.groups):
+        placement: Sequence[int] = [i] * len(mix.kernels)
+        if not mix.allowed[:, i].all():
+            continue
+        of = worth(mix, placement)
+        if not fits(mix, of):
+            continue
+        alone = float(of.compute[i])
+        found[f"all {group.name}"] = alone / count
+        if all(g.price > 0 for g in mix.groups) and budget >= group.price:
+            found[f"dollars in {group.name}"] = alone / int(budget / group.price + 1e-9)
+    return found

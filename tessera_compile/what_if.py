@@ -1,0 +1,143 @@
+"""``tessera plan`` and ``tessera advise``: planning from a profile, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .passes.errors import OptionsError
+
+
+def add_parsers(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="plan a profile CSV for a cluster, without any model",
+        description="PROFILE.csv has the columns workload, position, layer, block, kernel, reads, bytes_out, state, state_bytes_written "
+        "and <device>_us for each type of device. Times are taken as given.",
+    )
+    plan.add_argument("profile", type=Path, metavar="PROFILE.csv")
+    _common(plan)
+    plan.add_argument("--policy", choices=("throughput", "latency"), default="throughput", help="what for (default: %(default)s)")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    plan.add_argument(
+        "--why", metavar="KERNEL=DEVICE", action="append", default=[], help="why KERNEL is not on DEVICE; repeatable"
+    )
+    plan.add_argument(
+        "--what-if", action="store_true", help="plan again with wider links and more memory, and rank the placements"
+    )
+    plan.set_defaults(run=_plan)
+
+    advise = commands.add_parser(
+        "advise",
+        help="one device, replicas, or split by kernel?",
+        description="TARGET is a profile CSV, or MODULE:CALLABLE or FILE.py:CALLABLE as for `tessera explain` (times are modelled then).",
+    )
+    advise.add_argument("cluster", metavar="CLUSTER")
+    advise.add_argument("target", metavar="TARGET")
+    _common(advise, cluster=False)
+    advise.set_defaults(run=_advise)
+
+
+def _common(parser: argparse.ArgumentParser, cluster: bool = True) -> None:
+    if cluster:
+        parser.add_argument("--cluster", required=True, help="such as a100-80gb,l40s@200Gbps")
+    parser.add_argument("--mix", help="uses of each workload in one mix: decode=129,prefill=2 (default: each once)")
+    parser.add_argument(
+        "--phases", help="order of the workloads in a request: prefill,decode (default: the one that writes most state first)"
+    )
+    parser.add_argument(
+        "--serial", action="store_true", help="transfers take the devices' own time instead of overlapping compute"
+    )
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--gap", type=float, default=5e-3, help="relative gap at which to stop (default: %(default)s)")
+
+
+def parse_mix(text: str | None, workloads: list[str]) -> dict[str, float]:
+    """``decode=129,prefill=2`` → weights; None is each workload once. Raises OptionsError."""
+    if text is None:
+        return dict.fromkeys(workloads, 1.0)
+    weights: dict[str, float] = {}
+    for item in text.split(","):
+        name, equals, number = item.partition("=")
+        try:
+            weights[name.strip()] = float(number) if equals else 1.0
+        except ValueError:
+            raise OptionsError(f"--mix: {item!r} is not WORKLOAD=NUMBER") from None
+        if not weights[name.strip()] > 0:
+            raise OptionsError(f"--mix: {item!r}: the number must be positive")
+    return weights
+
+
+def _mix(arguments: argparse.Namespace, cluster: Any, path: Path) -> Any:
+    from .passes.mix import mix_of_table, read_table
+
+    try:
+        rows = read_table(path)
+    except OSError as error:
+        raise OptionsError(f"{path}: {error.strerror}") from error
+    weights = parse_mix(arguments.mix, list(dict.fromkeys(r["workload"] for r in rows)))
+    phases = arguments.phases.split(",") if arguments.phases else None
+    return mix_of_table(rows, cluster, weights, overlap=not arguments.serial, phases=phases, name=str(path))
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from .catalogue import make_cluster
+    from .passes.explaining import matter_most, same_budget, sensitivity, why
+    from .passes.mixture import best_mixture, fastest_request
+
+    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
+        raise OptionsError(f"--json: no directory {arguments.json.parent}")
+    if not arguments.time_limit >= 0:
+        raise OptionsError(f"--time-limit {arguments.time_limit}: give seconds, 0 or more")
+    cluster = make_cluster(arguments.cluster)
+    mix = _mix(arguments, cluster, arguments.profile)
+    if arguments.policy == "latency":
+        found = fastest_request(mix, time_limit=arguments.time_limit)
+    else:
+        found = best_mixture(mix, time_limit=arguments.time_limit, gap=arguments.gap)
+    print(found.to_text())
+    if found.objective == "throughput":
+        _print_budget(same_budget(mix), found.bottleneck_us)
+    for item in arguments.why:
+        kernel, _, device = item.partition("=")
+        print(why(mix, found.single.placement, kernel, device))
+    if arguments.what_if:
+        print("planned again with")
+        print(sensitivity(mix, found))
+        print("placements that matter most")
+        for reason in matter_most(mix, found.single.placement):
+            print(f"  {reason}")
+    if arguments.json is not None:
+        arguments.json.write_text(found.to_json() + "\n", encoding="utf-8")
+    return 0
+
+
+def _print_budget(found: Mapping[str, float], ours: float) -> None:
+    for name, us in found.items():
+        print(f"  {name:26} {us:12.1f} µs   ours is {us / ours:.3f}x as fast")
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    from .catalogue import make_cluster
+    from .passes.explaining import same_budget
+    from .passes.mix import mix_of_graphs
+    from .passes.mixture import best_mixture
+
+    cluster = make_cluster(arguments.cluster)
+    if arguments.target.endswith(".csv"):
+        mix = _mix(arguments, cluster, Path(arguments.target))
+    else:
+        from .cli import load_target
+        from .compiler import explain
+        from .options import Options
+
+        model, args, kwargs = load_target(arguments.target)
+        report = explain(model, Options.make({"cluster": arguments.cluster}))(*args, **kwargs)
+        mix = mix_of_graphs([(g.ddg, g.profile, 1.0) for g in report.graphs], cluster, overlap=not arguments.serial)
+    found = best_mixture(mix, time_limit=min(arguments.time_limit, 40.0), gap=arguments.gap)
+    print(f"advice: {found.recommendation}")
+    print(found.to_text())
+    _print_budget(same_budget(mix), found.bottleneck_us)
+    return 0
