@@ -267,8 +267,9 @@ class Plan:
 
     ``bottleneck_us`` is the busiest device's time per request (throughput), ``makespan_us`` one request's time from start to
     end (latency). ``bound_us`` is proven: no placement does better on the plan's own objective. ``gap`` is
-    (value − bound) / value. ``baselines`` maps simpler plans to their value on the same objective. ``home`` is the device
-    that holds the caller's tensors: inputs start there, outputs and written state end there.
+    (value − bound) / value. ``certified_us`` is a bound, perhaps lower, that does not rest on the solver's word. ``baselines`` maps
+    simpler plans to their value on the same objective. ``home`` is the device that holds the caller's tensors: inputs start there,
+    outputs and written state end there. ``times`` are the kernels' µs on each device that can run them.
     """
 
     placement: Mapping[str, str]
@@ -286,6 +287,8 @@ class Plan:
     cut_bytes: int
     overlap: bool
     baselines: Mapping[str, float] = field(default_factory=dict)
+    certified_us: float = 0.0
+    times: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
     @property
     def value_us(self) -> float:
@@ -304,6 +307,26 @@ class Plan:
             result[device].append(kernel)
         return result
 
+    def explain(self, kernel: str, device: str) -> str:
+        """Why ``kernel`` is not on ``device``: CHOSEN CHEAPER, TARGET CHEAPER, INFEASIBLE or TIE, with the µs of both.
+
+        TARGET CHEAPER is no mistake: alone the kernel would be faster there, but that device is the busier one, or its values would
+        have to move.
+        """
+        if kernel not in self.placement:
+            raise PlanError(f"no kernel {kernel!r} in this plan")
+        if device not in self.devices:
+            raise PlanError(f"no device {device!r} in this plan; it has {', '.join(self.devices)}")
+        if kernel not in self.times:
+            raise PlanError("this plan was saved without the times of its kernels")
+        chosen = self.placement[kernel]
+        here, there = self.times[kernel][chosen], self.times[kernel].get(device)
+        if there is None:
+            return f"{kernel} on {chosen} ({here:.1f} µs): INFEASIBLE on {device}"
+        near = abs(here - there) <= 0.01 * max(here, there)
+        word = "TIE" if near else "CHOSEN CHEAPER" if here < there else "TARGET CHEAPER"
+        return f"{kernel} on {chosen} ({here:.1f} µs), {device} {there:.1f} µs: {word}"
+
     def diff(self, other: Plan) -> dict[str, tuple[str | None, str | None]]:
         """Kernels placed differently: kernel → (device here, device there), None where a plan lacks the kernel."""
         names = dict.fromkeys([*self.placement, *other.placement])
@@ -314,7 +337,8 @@ class Plan:
         lines = [
             f"plan for {self.objective} by {self.planner}: bottleneck {self.bottleneck_us:.1f} µs, "
             f"makespan {self.makespan_us:.1f} µs",
-            f"solver {self.status} in {self.seconds:.2f} s: proven bound {self.bound_us:.1f} µs, gap {100 * self.gap:.2f} %",
+            f"solver {self.status} in {self.seconds:.2f} s: proven bound {self.bound_us:.1f} µs, gap {100 * self.gap:.2f} %"
+            + (f" (certified without the solver's word: {self.certified_us:.1f} µs)" if self.certified_us else ""),
         ]
         for device, kernels in self.device_map.items():
             load = self.loads[device]

@@ -29,7 +29,7 @@ import numpy as np
 from .cluster import Cluster
 from .errors import PlanError, ProfileError
 from .ir import Profile
-from .problem import HOME, make_problem
+from .problem import HOME, Problem, make_problem
 
 
 @dataclass(frozen=True)
@@ -337,6 +337,36 @@ def mix_of_graphs(
     )
     made.check()
     return made
+
+
+def mix_of_problem(problem: Problem, pins: Mapping[int, int] | None = None) -> Mix:
+    """One graph, used once, each device a group of its own: the mix whose single plans are the problem's placements."""
+    size = len(problem.devices)
+    links = {}
+    for u in range(size):
+        for g in range(size):
+            if u != g:
+                latency = problem.us(u, g, 0)
+                links[u, g] = ((problem.us(u, g, 1 << 40) - latency) / (1 << 40), latency)
+    count = len(problem.kernels)
+    groups = tuple(Group(d.name, (d.name,), d.memory, d.price) for d in problem.cluster.devices)
+    return Mix(
+        problem.kernels,
+        ("graph",),
+        np.zeros(count, dtype=np.int64),
+        {"graph": 1.0},
+        np.ones(count),
+        problem.times,
+        groups,
+        links,
+        tuple(Move(f.value, f.bytes, f.source, f.readers, f.to_home, f.unless) for f in problem.flows),
+        (-1,) * count,
+        ("other",) * count,
+        problem.overlap,
+        problem.residents,
+        problem.activation_bytes * problem.inflight,
+        dict(pins or {}),
+    )
 
 
 def _layer_of(module: str) -> int:

@@ -366,9 +366,9 @@ def _packed(mix: Mix, x: np.ndarray | None) -> list[Placement]:
             if state and g == 0:
                 base += nbytes
             else:
-                terms[size * count + w * size + g] = nbytes / group.memory
+                terms[size * count + w * size + g] = nbytes / max(group.memory, 1.0)
         rows.append(terms)
-        right.append((group.memory - base) / group.memory)
+        right.append((group.memory - base) / max(group.memory, 1.0))
     data = [(i, c, v) for i, row in enumerate(rows) for c, v in row.items()]
     matrix = sparse.csr_array(
         ([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(max(len(rows), 1), width)
@@ -463,8 +463,8 @@ def _master_with_memory(mix: Mix, names: list[Placement], table: np.ndarray) -> 
             row({at[w, 0]: 1.0}, 1.0, 1.0)
     for g, group in enumerate(mix.groups):
         if np.isfinite(group.memory):
-            terms = {at[w, g]: mix.residents[w][1] / group.memory for w in range(len(mix.residents))}
-            row(terms or {2 * count: 0.0}, -np.inf, (group.memory - mix.activation_bytes) / group.memory)
+            terms = {at[w, g]: mix.residents[w][1] / max(group.memory, 1.0) for w in range(len(mix.residents))}
+            row(terms or {2 * count: 0.0}, -np.inf, (group.memory - mix.activation_bytes) / max(group.memory, 1.0))
     data = [(i, c, v) for i, terms in enumerate(rows) for c, v in terms.items()]
     matrix = sparse.csr_array(([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(len(rows), width))
     cost = np.zeros(width)

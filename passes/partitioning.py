@@ -9,7 +9,7 @@ solver works near 1. Terms are those of ``problem.py``. Equations, each added by
   output, are constants; one y per destination, however many readers                          :meth:`_Model.move`
 - r[w, g] ≥ x[k, g] for each k that reads w; u[g] ≥ x[k, g]; Σ_w bytes · r + inflight · peak · u ≤ memory of g
                                                                                                :meth:`_Model.fit`
-- throughput: C ≥ Σ_k t x[k, g] and C ≥ Σ m y at g, or C ≥ their sum without overlap           :meth:`_Model.throughput`
+- throughput: C ≥ Σ_k t x[k, g] and C ≥ Σ m y on each link u→g; without overlap C ≥ Σ_k t x + Σ m y at g  :meth:`_Model.throughput`
 - latency, with s[k] the start of k and a[g, k] the time when g has finished the kernels up to k:  :meth:`_Model.latency`
   a[g, k] ≥ a[g, k−1]; a[g, k] ≥ s[k] + t[k, g] x[k, g] − B (1 − x[k, g]); s[k] ≥ a[g, k−1] − B (1 − x[k, g]);
   s[reader] ≥ s[source] + t[source] + m (x[source, u] + x[reader, g] − 1); C ≥ the same for outputs at home.
@@ -38,6 +38,8 @@ from .problem import HOME, Evaluation, Problem, evaluate, make_problem
 
 #: Up to this many kernels the latency program is handed to the solver; beyond, big-B rows never close the gap in time.
 _LATENCY_MILP_KERNELS = 40
+#: Up to this many (kernel, device) pairs the throughput program is handed to the solver as a whole.
+_MILP_PLACES = 600
 
 
 def partition(
@@ -100,6 +102,11 @@ def partition(
         bottleneck_us=evaluation.bottleneck_us,
         makespan_us=evaluation.makespan_us,
         bound_us=min(bound, score(evaluation)),
+        certified_us=_certified(problem, allowed, objective, score(evaluation)) if time_limit > 0 else 0.0,
+        times={
+            k: {d: float(us) for d, us in zip(problem.devices, problem.times[i], strict=True) if np.isfinite(us)}
+            for i, k in enumerate(problem.kernels)
+        },
         status=status,
         seconds=time.perf_counter() - started,
         loads=evaluation.loads,
@@ -210,6 +217,8 @@ def _solve(
     time_limit: float,
     gap: float,
 ) -> tuple[list[int], float, str]:
+    if objective == "throughput" and time_limit > 0 and len(problem.kernels) * len(problem.devices) > _MILP_PLACES:
+        return _solve_large(problem, allowed, score, time_limit, gap)
     best, best_value = _incumbent(problem, allowed, score)
     bound = _simple_bound(problem, allowed, objective)
     if best is not None and (len(problem.devices) == 1 or best_value <= bound * (1 + 1e-9)):
@@ -236,11 +245,69 @@ def _solve(
         if dual is not None:
             bound = max(bound, min(dual, best_value))
         status = solved if solved == "time limit" else "heuristic"
+    if objective == "latency" and time_limit > 0 and len(problem.kernels) > _LATENCY_MILP_KERNELS:
+        best, best_value, bound = _cut(problem, allowed, score, best, best_value, bound, time_limit)
     if best_value - bound > max(gap, 1e-6) * best_value:
         best, best_value = _improve(problem, allowed, score, best, best_value, min(1.0, max(0.0, time_limit)))
     if best_value - bound <= max(gap, 1e-6) * best_value + 1e-9:
         status = "optimal"
     return best, bound, status
+
+
+def _solve_large(
+    problem: Problem, allowed: np.ndarray, score: Callable[[Evaluation], float], time_limit: float, gap: float
+) -> tuple[list[int], float, str]:
+    """Thresholds of the relaxation's fractions, improved by moves, under its certified bound (``relaxation.py``)."""
+    from .mix import mix_of_problem
+    from .mixture import best_mixture
+
+    fixed = {k: int(np.flatnonzero(row)[0]) for k, row in enumerate(allowed) if row.sum() == 1}
+    try:
+        plan = best_mixture(mix_of_problem(problem, fixed), time_limit=time_limit, gap=gap)
+    except InfeasibleError:
+        raise _does_not_fit(problem, None) from None
+    chosen = [problem.devices.index(plan.single.placement[k]) for k in problem.kernels]
+    value = score(evaluate(problem, chosen))
+    bound = min(plan.bound_us, value)
+    return chosen, bound, "optimal" if value - bound <= max(gap, 1e-6) * value + 1e-9 else "heuristic"
+
+
+def _cut(
+    problem: Problem,
+    allowed: np.ndarray,
+    score: Callable[[Evaluation], float],
+    best: list[int],
+    best_value: float,
+    bound: float,
+    time_limit: float,
+) -> tuple[list[int], float, float]:
+    """The minimum cut, best where kernels run one at a time, if it beats ``best``; its value bounds graphs that are chains."""
+    from .mix import mix_of_problem
+    from .mixture import fastest_request
+
+    fixed = {k: int(np.flatnonzero(row)[0]) for k, row in enumerate(allowed) if row.sum() == 1}
+    try:
+        plan = fastest_request(mix_of_problem(problem, fixed), time_limit=min(time_limit, 10.0))
+    except InfeasibleError:
+        return best, best_value, bound
+    chosen = [problem.devices.index(plan.single.placement[k]) for k in problem.kernels]
+    evaluation = evaluate(problem, chosen)
+    if evaluation.fits(problem.cluster) and score(evaluation) < best_value:
+        best, best_value = chosen, score(evaluation)
+    # Order edges between devices only add to the makespan, so the bound of the mix, which has none, holds.
+    return best, best_value, max(bound, min(plan.bound_us, best_value))
+
+
+def _certified(problem: Problem, allowed: np.ndarray, objective: Objective, value: float) -> float:
+    """A bound that rests on no solver's word: dual weights that are checked here, and bounds that need no solver."""
+    simple = _simple_bound(problem, allowed, objective)
+    if objective == "latency" or not len(problem.kernels) or len(problem.devices) == 1:
+        return min(simple, value)
+    from .mix import mix_of_problem
+    from .relaxation import relax
+
+    fixed = {k: int(np.flatnonzero(row)[0]) for k, row in enumerate(allowed) if row.sum() == 1}
+    return min(max(simple, relax(mix_of_problem(problem, fixed), value, 10.0).bound), value)
 
 
 def _any_that_fits(problem: Problem, allowed: np.ndarray, time_limit: float) -> list[int]:
@@ -473,12 +540,19 @@ class _Model:
             compute = [
                 (self._x(k, g), -float(self.problem.times[k, g]) / self.unit) for k in range(self.kernels) if self.allowed[k, g]
             ]
-            transfer = [
-                (y, -self.problem.us(u, t, self.problem.flows[f].bytes) / self.unit) for f, u, t, y in self.moved if g in (u, t)
-            ]
-            for terms in [compute, transfer] if self.problem.overlap else [compute + transfer]:
-                if terms:
-                    self._row([(self.goal, 1.0), *terms], lower=0.0)
+            if not self.problem.overlap:
+                compute += [(y, -self._us(f, u, t)) for f, u, t, y in self.moved if g in (u, t)]
+            if compute:
+                self._row([(self.goal, 1.0), *compute], lower=0.0)
+        if self.problem.overlap:
+            links: dict[tuple[int, int], list[tuple[int, float]]] = {}
+            for f, u, t, y in self.moved:
+                links.setdefault((u, t), []).append((y, -self._us(f, u, t)))
+            for terms in links.values():
+                self._row([(self.goal, 1.0), *terms], lower=0.0)
+
+    def _us(self, flow: int, source: int, target: int) -> float:
+        return self.problem.us(source, target, self.problem.flows[flow].bytes) / self.unit
 
     def latency(self, horizon: float) -> None:
         big = horizon / self.unit

@@ -4,8 +4,9 @@ With kernels in the lowered order, x[k] the device of kernel k, t[k, g] its time
 m[v, u, g] = latency + bytes / bandwidth + price of a cut the time to move value v from u to g:
 
 - compute   T[g] = Σ_k t[k, g] over x[k] = g                                        (:func:`evaluate`)
-- transfers M[g] = Σ m[v, u, g'] over moves with g at either end, one move per (value, destination)
-- throughput: W[g] = max(T[g], M[g]) where transfers overlap compute, T[g] + M[g] where they can't; bottleneck = max_g W[g]
+- link u→g  L[u, g] = Σ m[v, u, g] over the moves, one for each (value, destination); links are full duplex
+- throughput: where transfers overlap compute a link is a resource like a device, bottleneck = max(max_g T[g], max_{u,g} L[u, g]);
+  where they can't, bottleneck = max_g (T[g] + Σ_u L[u, g] + Σ_u L[g, u])
 - latency: the makespan of list scheduling in the lowered order: a kernel starts when its device has finished the kernels
   before it and its inputs have arrived; a value arrives m after it was made; links do not queue.
 - memory of g: weights, constants and state of the kernels on g, plus, where any kernel runs there or it is home, ``inflight``
@@ -178,6 +179,7 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         compute[g] += float(problem.times[k, g])
     transfer = [0.0] * count
     sent = [0] * count
+    links: dict[tuple[int, int], float] = {}
     cut_values = 0
     arrivals: list[list[tuple[int, float]]] = [[] for _ in placement]
     ends: list[tuple[int, float]] = []
@@ -193,6 +195,7 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         us = problem.us(source, target, flow.bytes)
         transfer[source] += us
         transfer[target] += us
+        links[source, target] = links.get((source, target), 0.0) + us
         sent[source] += flow.bytes
         cut_values += 1
     for before, after in problem.order_edges:
@@ -214,5 +217,8 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         for g in {placement[r] for r in readers} | ({0} if state else set()):
             memory[g] += nbytes
     loads = {d: Load(compute[g], transfer[g], sent[g], memory[g]) for g, d in enumerate(problem.devices)}
-    work = [max(c, m) if problem.overlap else c + m for c, m in zip(compute, transfer, strict=True)]
-    return Evaluation(max(work, default=0.0), makespan, loads, cut_values, sum(sent))
+    if problem.overlap:
+        bottleneck = max([*compute, *links.values()], default=0.0)
+    else:
+        bottleneck = max((c + m for c, m in zip(compute, transfer, strict=True)), default=0.0)
+    return Evaluation(bottleneck, makespan, loads, cut_values, sum(sent))

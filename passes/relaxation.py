@@ -231,12 +231,13 @@ class _Rows:
             if total <= group.memory:
                 continue
             base = float(mix.activation_bytes if g == 0 else 0)
+            scale = max(group.memory, 1.0)
             terms: list[tuple[int, float]] = []
             if g and mix.activation_bytes:
                 used = self.variable()
                 for k in range(self.count):
                     self.at_most([(self.x(k, g), 1.0), (used, -1.0)], 0.0)
-                terms.append((used, mix.activation_bytes / group.memory))
+                terms.append((used, mix.activation_bytes / scale))
             for _, nbytes, readers, state in mix.residents:
                 if state and g == 0:
                     base += nbytes
@@ -244,8 +245,8 @@ class _Rows:
                 here = self.variable()
                 for k in readers:
                     self.at_most([(self.x(k, g), 1.0), (here, -1.0)], 0.0)
-                terms.append((here, nbytes / group.memory))
-            self.at_most(terms or [(self.goal, 0.0)], (group.memory - base) / group.memory)
+                terms.append((here, nbytes / scale))
+            self.at_most(terms or [(self.goal, 0.0)], (group.memory - base) / scale)
 
     def arrays(self) -> tuple[sparse.csr_array, np.ndarray, np.ndarray, np.ndarray, sparse.csr_array]:
         """Matrix and right-hand side of the rows, cost, upper bounds, matrix of the equalities (right-hand side 1)."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from . import isa
 from .flow import Op, flatten
@@ -67,7 +68,10 @@ def verdict(module: Module, kernel: str | None = None) -> Verdict:
         flow = flatten(module, name)
     except PtxError as error:
         return Verdict(Kind.UNKNOWN, reason=str(error))
-    return _Taint(slice_kernel(flow)).decide()
+    sliced = slice_kernel(flow)
+    taint = _Taint(sliced, {})
+    reaching = taint.reaching()
+    return (_Taint(sliced, reaching) if reaching else taint).decide()
 
 
 Root = str
@@ -84,6 +88,7 @@ _STRANGE = {
 }
 
 
+T = TypeVar("T", int, str)
 _ASKING = "%tid of the thread that asks"
 _THREADS = {"%tid.x", "%tid.y", "%tid.z", "%laneid"}
 
@@ -101,8 +106,18 @@ def _private(roots: set[Root]) -> set[Root]:
     return {root for root in roots if root[0] == "("}
 
 
+def _grow(table: dict[str, set[T]], key: str, more: set[T]) -> bool:
+    """Add to a set of the table; whether that changed it."""
+    known = table.setdefault(key, set())
+    if more <= known:
+        return False
+    known |= more
+    return True
+
+
 class _Taint:
-    def __init__(self, sliced: Slice) -> None:
+    def __init__(self, sliced: Slice, reaching: dict[int, list[int]]) -> None:
+        """reaching: for loads from fixed places of shared memory, the stores they may see; the others may see any."""
         self.slice, self.flow = sliced, sliced.flow
         self.ops = list(self.flow.ops)
         self.params = {p.name for p in self.flow.kernel.params or ()}
@@ -111,7 +126,7 @@ class _Taint:
         self.roots: dict[str, set[Root]] = {}
         self.identity: dict[str, set[str]] = {}  # register → indices of blocks and threads it was computed from
         self.stored: dict[int, tuple[set[int], set[str], set[str], set[Root]]] = {}  # store → taint, identity, strange, roots
-        self.reaching: dict[int, list[int]] = {}  # load from a fixed place of shared memory → the stores it may see
+        self.seen_by = reaching
         self.controls: dict[int, list[int]] = {}  # block → blocks whose branches decide whether it runs
         for block in self.slice.relevant:
             for inside in self.flow.region(block):
@@ -121,20 +136,11 @@ class _Taint:
         self.memory_roots: dict[str, set[Root]] = {LOCAL: set(), SHARED: set()}
         self.memory_identity: dict[str, set[str]] = {LOCAL: set(), SHARED: set()}
         self.memory_strange: dict[str, set[str]] = {LOCAL: set(), SHARED: set()}
+        self.propagate()
 
     # -- propagation
 
     def propagate(self) -> None:
-        """Once to know which guards pick a thread, and again with what loads from shared memory can see because of that."""
-        self._spread()
-        reaching = {op.index: self._reaching_stores(op) for op in self.ops if op.index in self.slice.needed and op.opcode == "ld"}
-        reaching = {index: stores for index, stores in reaching.items() if stores is not None}
-        if reaching:
-            self.__init__(self.slice)  # type: ignore[misc]
-            self.reaching = reaching
-            self._spread()
-
-    def _spread(self) -> None:
         needed = [op for op in self.ops if op.index in self.slice.needed]
         makers: dict[int, list[str]] = {}
         for reg, ops in self.slice.defs.items():
@@ -174,8 +180,8 @@ class _Taint:
         for access in self.slice.accesses[op.index]:
             spaces = self._spaces(access)
             if access.reads:
-                if op.index in self.reaching:
-                    for store in self.reaching[op.index]:
+                if op.index in self.seen_by:
+                    for store in self.seen_by[op.index]:
                         more_taint, more_identity, more_strange, more_roots = self.stored.get(store, (set(), set(), set(), set()))
                         taint |= more_taint
                         identity |= _of_blocks(more_identity)
@@ -188,7 +194,7 @@ class _Taint:
                     # All threads that read one place of shared memory see the same.
                     identity |= self.memory_identity[space] if space == LOCAL else _of_blocks(self.memory_identity[space])
                     strange |= self.memory_strange[space]
-                private = op.index in self.reaching or (bool(spaces) and spaces == _private(spaces) and access.record != "tensor")
+                private = op.index in self.seen_by or (bool(spaces) and spaces == _private(spaces) and access.record != "tensor")
                 if (access.outside and not private) or access.space == "const":
                     taint = taint | {op.index}
         for access in self.slice.accesses[op.index]:
@@ -199,18 +205,11 @@ class _Taint:
                 self.stored[op.index] = (taint, identity, strange, stored)
                 changed = True
             for space in self._spaces(access) & {LOCAL, SHARED}:
-                for table, more in (
-                    (self.memory_taint, taint), (self.memory_identity, identity), (self.memory_roots, stored), (self.memory_strange, strange),
-                ):  # fmt: skip
-                    if not more <= table[space]:  # type: ignore[index]
-                        table[space] |= more  # type: ignore[index, operator]
-                        changed = True
+                changed |= _grow(self.memory_taint, space, taint) | _grow(self.memory_identity, space, identity)
+                changed |= _grow(self.memory_roots, space, stored) | _grow(self.memory_strange, space, strange)
         for reg in outs:
-            for registers, more in ((self.taint, taint), (self.identity, identity), (self.strange, strange), (self.roots, roots)):
-                known = registers.setdefault(reg, set())  # type: ignore[attr-defined]
-                if not more <= known:
-                    known |= more
-                    changed = True
+            changed |= _grow(self.taint, reg, taint) | _grow(self.identity, reg, identity)
+            changed |= _grow(self.strange, reg, strange) | _grow(self.roots, reg, roots)
         return changed
 
     def _fixed(self, access: isa.Access) -> tuple[str, int] | None:
@@ -226,24 +225,35 @@ class _Taint:
                 return None
             base = makers[0].operands[1]
         if isinstance(base, Offset):
-            base, offset = base.base, offset + base.bytes
-        if not isinstance(base, Name) or base.text not in self.flow.variables:
+            name, offset = base.base.text, offset + base.bytes
+        elif isinstance(base, Name):
+            name = base.text
+        else:
             return None
-        return base.text, offset
+        return (name, offset) if name in self.flow.variables else None
+
+    def reaching(self) -> dict[int, list[int]]:
+        """For each load from a fixed place of shared memory, the stores it may see; loads that may see any are left out."""
+        found = {op.index: self._reaching_stores(op) for op in self.ops if op.index in self.slice.needed and op.opcode == "ld"}
+        return {index: stores for index, stores in found.items() if stores is not None}
 
     def _reaching_stores(self, load: Op) -> list[int] | None:
         """The stores whose value a load from a fixed place of shared memory may see, in a program without races: those on the way
-        back to ones that overwrite the place for the whole block. None where the place is not fixed, or something may reach it
-        from the start of the kernel."""
+        back to ones that overwrite the place for the whole block. None where the place is not fixed, where some way back comes to
+        the start of the kernel, and where not all threads come to the load: then others may store from elsewhere."""
         access = self.slice.accesses[load.index][0]
         place = self._fixed(access)
         if place is None or access.nbytes is None:
             return None
+        for control in self.controls.get(load.block, ()):
+            for reg in self.slice.uses[self.flow.blocks[control].ops[-1].index]:
+                if self.taint.get(reg) or self.identity.get(reg, set()) - _of_blocks(self.identity.get(reg, set())):
+                    return None
         found: set[int] = set()
         before: dict[int, list[int]] = {}
-        for block in self.flow.blocks:
-            for successor in block.successors:
-                before.setdefault(successor, []).append(block.index)
+        for each in self.flow.blocks:
+            for successor in each.successors:
+                before.setdefault(successor, []).append(each.index)
         seen: set[int] = set()
         at = self.flow.blocks[load.block].ops
         work = [(load.block, at[: next(i for i, op in enumerate(at) if op is load)])]
@@ -356,7 +366,6 @@ class _Taint:
     # -- the verdict
 
     def decide(self) -> Verdict:
-        self.propagate()
         flow = self.flow
         written: set[Root] = set()
         sites: list[tuple[Op, set[int]]] = []
@@ -445,7 +454,7 @@ class _Taint:
 
     def _is_semaphore(self, site: Op, source: Op, buffers: set[Root]) -> bool:
         """Whether a branch on the result of an atomic guards work that is the same for every contender; see the module."""
-        if source.opcode != "atom" or site.opcode not in ("bra", "brx") or source.block in self.flow.region(source.block):
+        if source.opcode != "atom" or site.opcode not in ("bra", "brx") or self._repeated(source.block):
             return False
         for op in self.ops:  # nothing but this atomic touches the semaphore
             for access in self.slice.accesses[op.index]:
@@ -476,6 +485,19 @@ class _Taint:
                     return False
         return True
 
+    def _repeated(self, block: int) -> bool:
+        """Whether a block may run again."""
+        seen: set[int] = set()
+        work = list(self.flow.successors(block))
+        while work:
+            at = work.pop()
+            if at == block:
+                return True
+            if at not in seen:
+                seen.add(at)
+                work += self.flow.successors(at)
+        return False
+
     def _one_thread(self, op: Op) -> bool:
         """Whether an op stands under a guard that picks a thread, by its index or by election."""
         guards = {op.predicate} if op.predicate else set()
@@ -483,7 +505,9 @@ class _Taint:
             guards |= self.slice.uses[self.flow.blocks[block].ops[-1].index]
         for guard in guards:
             for maker in self.slice.defs.get(guard, ()):
-                equal = maker.opcode == "setp" and {"eq", "ne"} & set(maker.modifiers) and self.identity.get(guard, set()) & _THREADS
+                equal = (
+                    maker.opcode == "setp" and {"eq", "ne"} & set(maker.modifiers) and self.identity.get(guard, set()) & _THREADS
+                )
                 if equal or maker.opcode == "elect":
                     return True
         return False

@@ -514,6 +514,7 @@ def measure(ddg, profile, cluster, x, inflight, overlap):
 
     transfer, sent = np.zeros((many, len(names))), np.zeros((many, len(names)), dtype=np.int64)
     crossings = np.zeros(many, dtype=np.int64)
+    links = np.zeros((many, len(names), len(names)))
     waits = [[] for _ in range(count)]  # (maker or None, µs after it) that a kernel waits for
     last = []  # (maker, µs) of what must reach home
     for value in graph.values.values():
@@ -538,6 +539,7 @@ def measure(ddg, profile, cluster, x, inflight, overlap):
             transfer[:, g] += took
             for u in devices:
                 transfer[:, u] += np.where(here == u, took, 0.0)
+                links[:, u, g] += np.where(here == u, took, 0.0)
                 sent[:, u] += np.where((here == u) & needed, value.bytes, 0)
             crossings += needed
         for r in readers:
@@ -573,8 +575,8 @@ def measure(ddg, profile, cluster, x, inflight, overlap):
                     if value.name in kernel.inputs:
                         here |= x[:, number[kernel.name]] == g
                 memory[:, g] += here * value.bytes
-    work = np.maximum(compute, transfer) if overlap else compute + transfer
-    return Measured(work.max(axis=1), makespan, compute, transfer, sent, memory, crossings)
+    busiest = np.maximum(compute.max(axis=1), links.max(axis=(1, 2))) if overlap else (compute + transfer).max(axis=1)
+    return Measured(busiest, makespan, compute, transfer, sent, memory, crossings)
 
 
 def most_live(graph):

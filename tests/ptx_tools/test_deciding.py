@@ -11,8 +11,8 @@ from tests.ptx_tools.corpus import static_files, triton_cases, triton_ptx
 
 # Reasons, as far as a verdict needs one:
 # - a spin lock only repeats accesses that have happened (k_atomics, cuda_atomic); an assert only stops the kernel (k_inductor_where)
-# - whoever comes last at the semaphore does the same work (k_splitk_semaphore): what the counters start from decides, and what was
-#   loaded into the same shared memory, which the taint does not tell apart
+# - whoever comes last at the semaphore does the same work (k_splitk_semaphore): only what the counters start from decides
+# - k_scatter sends its values through the shared memory that its indices go through, which the taint does not tell apart
 # - converge: how often a loop runs depends on what it writes; grouped GEMM: pointers come from memory
 # - the warps of a specialised matmul are told what to do through shared memory, where tiles lie too (interpretation tells them apart)
 # - sw switches by a number, not by data; virt and fptr call through pointers; gridsync asks for the driver's own memory
@@ -51,7 +51,7 @@ TRITON = {
     "matmul_ws": "DEPENDENT bra", "matmul_ws_64": "DEPENDENT bra", "matmul_2cta": "INDEPENDENT", "flash_causal": "INDEPENDENT",
     "flash_varlen": "GUARDED 4", "atomics": "INDEPENDENT", "gather": "GUARDED 0", "scatter": "GUARDED 0 1", "inductor_where": "GUARDED 0",
     "inductor_red": "INDEPENDENT", "dropout": "INDEPENDENT", "masked_by_data": "GUARDED 0", "loaded_bound": "GUARDED 1",
-    "grouped_gemm": "DEPENDENT st.global", "inline_asm": "INDEPENDENT", "print_sort_hist": "INDEPENDENT", "splitk_semaphore": "GUARDED 0 2",
+    "grouped_gemm": "DEPENDENT st.global", "inline_asm": "INDEPENDENT", "print_sort_hist": "INDEPENDENT", "splitk_semaphore": "GUARDED 2",
 }  # fmt: skip
 
 
@@ -309,14 +309,57 @@ def test_memory_of_malloc_is_not_known_where_registers_pass_it():
     assert found.kind is Kind.UNKNOWN
 
 
-def test_a_last_block_that_differs_makes_a_semaphore_dependent():
-    """Whoever comes last works on his own part: then it matters who that is."""
+ASK = "setp.eq.u32 %p2, %r2, 0; @%p2 atom.global.add.u32 %r3, [%rd1], {operand}; @%p2 st.shared.u32 [sm+16], %r3; bar.sync 0;"
+LAST = "mov.u32 %r5, %ctaid.x; " + ASK + "ld.shared.u32 %r6, [sm+16]; setp.ne.u32 %p1, %r6, {compared}; @%p1 bra D; {work} D:"
+MINE = "mul.wide.u32 %rd10, %r5, 4; add.u64 %rd10, %rd5, %rd10; st.global.u32 [%rd10], 1;"
+
+
+def test_whoever_comes_last_does_the_same_work():
+    work = LAST.format(operand=1, compared="%r1", work="st.global.u32 [%rd5], 1;")
+    assert str(decide(work)) == "GUARDED(p)"
+    before = "add.u32 %r10, %r9, %r2; ld.global.u32 %r11, [%rd5]; st.shared.u32 [%r10], %r11; bar.sync 0;"
+    assert str(decide(before + work)) == "GUARDED(p)", "what lay in shared memory before is overwritten"
+    each = "atom.global.add.u32 %r3, [%rd4], 1; setp.ne.u32 %p1, %r3, 7; @%p1 bra D; st.global.u32 [%rd5], 1; D:"
+    assert str(decide(each)) == "GUARDED(p)", "every thread has a counter of its own"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LAST.format(operand=1, compared=7, work=MINE),
+        LAST.format(operand="%r5", compared=7, work="st.global.u32 [%rd5], 1;"),
+        LAST.format(operand=1, compared="%r5", work="st.global.u32 [%rd5], 1;"),
+        LAST.format(operand=1, compared=7, work="st.global.u32 [%rd5], 1;") + "atom.global.exch.b32 %r7, [%rd1], 0;",
+        LAST.format(operand=1, compared=7, work="mov.u32 %r4, 5;") + STORE,
+        "mov.u32 %r4, 0; A: " + LAST.format(operand=1, compared=7, work=STORE) + "bar.sync 0; add.u32 %r4, %r4, 1;"
+        "setp.lt.u32 %p3, %r4, 4; @%p3 bra A;",
+        LAST.format(operand=1, compared=7, work="st.global.u32 [%rd5], 1;").replace("@%p2 atom", "atom").replace("@%p2 st", "st"),
+        "mov.u32 %r4, 3; mov.u32 %r5, %ctaid.x; setp.eq.u32 %p3, %r5, 0; @%p3 bra A; mov.u32 %r4, 4; A:"
+        + LAST.format(operand=1, compared=7, work=STORE),
+        "atom.global.add.u32 %r3, [%rd1], 1; setp.ne.u32 %p1, %r3, 7; @%p1 bra D; st.global.u32 [%rd5], 1; D:",
+    ],
+    ids=["work of its own", "operand of its own", "compared with its own", "a second atomic", "a value for later", "in a loop", "all threads ask",
+         "a branch of its own before", "threads ask for themselves"],
+)  # fmt: skip
+def test_a_last_one_that_differs_makes_it_dependent(body: str):
+    assert decide(body).kind is Kind.DEPENDENT
+
+
+def test_a_store_of_other_threads_reaches_a_load():
+    """What a guard overwrote, another branch may have stored again."""
     body = (
-        "mov.u32 %r5, %ctaid.x; atom.global.add.u32 %r3, [%rd1], 1; setp.ne.u32 %p1, %r3, 7; @%p1 bra D;"
-        "mul.wide.u32 %rd10, {}, 4; add.u64 %rd10, %rd5, %rd10; st.global.u32 [%rd10], 1; D:"
+        LOAD + "setp.eq.u32 %p2, %r2, 0; @%p2 st.shared.u32 [sm], 0; bar.sync 0; setp.lt.u32 %p3, %r2, 32; @%p3 bra A;"
+        "bar.sync 0; ld.shared.u32 %r4, [sm];" + STORE + "bra B; A: st.shared.u32 [sm], %r3; bar.sync 0; B:"
     )
-    assert decide(body.format("%r1")).kind is Kind.GUARDED
-    assert decide(body.format("%r5")).kind is Kind.DEPENDENT
+    assert str(decide(body)) == "GUARDED(p)"
+    assert str(decide(body.replace("[sm], %r3", "[sm], %r2"))) == "INDEPENDENT"
+    loop = (
+        LOAD + "mov.u32 %r5, 0; st.shared.u32 [sm], 0; L: ld.shared.u32 %r4, [sm];" + STORE + "st.shared.u32 [sm], %r3;"
+        "add.u32 %r5, %r5, 1; setp.lt.u32 %p1, %r5, 3; @%p1 bra L;"
+    )
+    assert str(decide(loop)) == "GUARDED(p)"
+    assert str(decide(loop.replace("[sm], %r3", "[sm+4], %r3"))) == "INDEPENDENT"
+    assert str(decide(loop.replace("[sm], %r3", "[sm+3], %r3"))) == "GUARDED(p)"
 
 
 def test_the_verdict_names_the_missing_kernel():
