@@ -1,26 +1,27 @@
 """A mix of workloads on groups of devices: the arrays of joint throughput planning, and what a placement is worth.
 
-A *mix* is what the cluster must do again and again: so many uses of each workload (129 decode steps and 2 prefill chunks, say). A
-*group* is m identical devices whose members serve different requests; a kernel is placed on a group. With n[k] uses of kernel k in a
-mix, x[k] its group, t[k, g] its µs there, and m[v, u, g] = latency + bytes / bandwidth for a move of value v from u to g:
+A *mix* is what the cluster must do again and again: so many uses of each workload (129 decode steps and 2 prefill chunks, say).
+A *group* is m identical devices whose members serve different requests; a kernel is placed on a group. With n[k] uses of kernel k
+in a mix, x[k] its group, t[k, g] its µs there, and m[v, u, g] = latency + bytes / bandwidth for a move of value v from u to g:
 
 - compute   T[g] = Σ_k n[k] t[k, g] over x[k] = g, shared by m[g] members: T[g] / m[g]
 - link u→g  L[u, g] = Σ n m[v, u, g] over the moves, one for each value and destination group, shared by m[u] · m[g] pairs
-- overlapped transfers: value = max over all T[g] / m[g] and L[u, g] / (m[u] m[g]); links are full duplex and each pair has its own
+- overlapped transfers: value = max over all T[g] / m[g] and L[u, g] / (m[u] m[g]); links are full duplex, one for each pair
 - serial transfers: value = max_g (T[g] + Σ_u L[u, g] + Σ_u L[g, u]) / m[g]
 
 State: a kernel that writes mutable state writes ``state_bytes`` of it for each use; these bytes move to every group where another
 kernel that touches the state runs. Within a workload that is the replica kept up to date; between workloads it is the move at the
-phase boundary, and goes from the earlier phase to the later ones alone (:func:`Mix.phases`). So phase splitting, block splitting,
-layer splitting and replicas are all placements, or mixtures of placements, of one problem.
+phase boundary, and goes from the earlier phase to the later ones alone (``phases`` of :func:`mix_of_table`). So phase splitting,
+block splitting, layer splitting and replicas are all placements, or mixtures of placements, of one problem.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -172,8 +173,8 @@ def fits(mix: Mix, of: Worth) -> bool:
 def makespan(mix: Mix, placement: Sequence[int]) -> float:
     """µs of one request that goes through all uses of all workloads, one after the other, alone on the cluster.
 
-    Within a workload: list scheduling in the order of the kernels, transfers included, as in ``problem.evaluate``; a move of state to a
-    later workload adds its time once for each use of its writer.
+    Within a workload: list scheduling in the order of the kernels, transfers included, as in ``problem.evaluate``; a move of
+    state to a later workload adds its time once for each use of its writer.
     """
     arrivals: list[list[tuple[int, float]]] = [[] for _ in mix.kernels]
     ends: list[list[tuple[int, float]]] = [[] for _ in mix.workloads]
@@ -186,7 +187,8 @@ def makespan(mix: Mix, placement: Sequence[int]) -> float:
             current = target == source or (move.unless is not None and placement[move.unless] == target)
             us = 0.0 if current else mix.us(source, target, move.bytes)
             if move.source == HOME or mix.workload[reader] == mix.workload[move.source]:
-                arrivals[reader].append((move.source, us))
+                if move.source < reader:  # an earlier kernel reads the state that the use before this one left
+                    arrivals[reader].append((move.source, us))
             elif us:
                 phase_targets.add(target)
         for target in phase_targets:
@@ -211,9 +213,9 @@ def makespan(mix: Mix, placement: Sequence[int]) -> float:
 
 
 def longest_path(mix: Mix) -> tuple[float, bool]:
-    """µs of the longest path through each workload with every kernel where it is fastest and moves free: no placement's makespan is
-    less. And whether each workload is a chain, in which kernels can only run one at a time."""
-    fastest = np.where(mix.allowed, mix.times, np.inf).min(axis=1, initial=np.inf) if len(mix.kernels) else np.zeros(0)
+    """µs of the longest path through each workload with every kernel where it is fastest and moves free: no placement's makespan
+    is less. And whether each workload is a chain, in which kernels can only run one at a time."""
+    fastest = np.where(mix.allowed, mix.times, np.inf).min(axis=1, initial=np.inf)
     before: list[set[int]] = [set() for _ in mix.kernels]
     for move in mix.moves:
         for reader in move.readers:
@@ -231,6 +233,114 @@ def longest_path(mix: Mix) -> tuple[float, bool]:
             total += mix.weights[name] * float(length[members].max())
             chain &= int(depth[members].max()) == len(members)
     return total, chain
+
+
+def waits(mix: Mix) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    """Of the moves of a mix of chains, those that a request cannot but wait for, so that their times add up: within workloads,
+    the biggest between each two neighbours, to the first kernel, and from the last one home; and those of state between workloads.
+
+    Other moves (over skip edges, of inputs read late) may be hidden behind the compute of the kernels between, so a bound on the
+    makespan cannot count them.
+    """
+    before: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for k, w in enumerate(mix.workload.tolist()):
+        before[k] = last.get(w, HOME)
+        last[w] = k
+    biggest: dict[tuple[int, int], Move] = {}
+    later = []
+
+    def wait(start: int, end: int, move: Move) -> None:
+        if (start, end) not in biggest or biggest[start, end].bytes < move.bytes:
+            workload = mix.workloads[int(mix.workload[max(start, end)])]
+            readers = () if end == HOME else (end,)
+            biggest[start, end] = Move(move.value, move.bytes, start, readers, end == HOME, None, mix.weights[workload])
+
+    for move in mix.moves:
+        if move.unless is not None:
+            continue
+        for reader in move.readers:
+            if move.source == before[reader]:
+                wait(move.source, reader, move)
+        if move.source == HOME:
+            continue
+        home = int(mix.workload[move.source])
+        if move.to_home and move.source == last[home]:
+            wait(move.source, HOME, move)
+        elsewhere = tuple(r for r in move.readers if int(mix.workload[r]) != home)
+        if elsewhere:
+            later.append(Move(move.value, move.bytes, move.source, elsewhere, count=move.count))
+    return tuple(biggest.values()), tuple(later)
+
+
+def fastest_chains(mix: Mix) -> tuple[tuple[int, ...], float]:
+    """The placement of a mix of chains with least Σ compute + Σ moves between neighbours, by dynamic programming, for any number
+    of groups; and that sum. No placement's makespan is less; where there are no other moves than these it is the makespan."""
+    size = len(mix.groups)
+    times = np.where(mix.allowed, mix.times, np.inf)
+    between: dict[tuple[int, int], np.ndarray] = {}
+    for move in waits(mix)[0]:
+        costs = np.array([[mix.us(u, g, move.bytes) for g in range(size)] for u in range(size)])
+        between[move.source, HOME if move.to_home else move.readers[0]] = costs
+    placement = [0] * len(mix.kernels)
+    total = 0.0
+    for w, name in enumerate(mix.workloads):
+        members = [int(k) for k in np.flatnonzero(mix.workload == w)]
+        if not members:
+            continue
+        best = times[members[0]].copy()
+        if (HOME, members[0]) in between:
+            best += between[HOME, members[0]][0]
+        came = []
+        for before, k in itertools.pairwise(members):
+            reach = best[:, None] + between.get((before, k), np.zeros((size, size)))
+            came.append(reach.argmin(axis=0))
+            best = reach.min(axis=0) + times[k]
+        if (members[-1], HOME) in between:
+            best = best + between[members[-1], HOME][:, 0]
+        g = int(best.argmin())
+        total += mix.weights[name] * float(best[g])
+        for k, choice in zip(reversed(members), [None, *reversed(came)], strict=True):
+            g = g if choice is None else int(choice[g])
+            placement[k] = g
+    return tuple(placement), total
+
+
+def loads_of(mix: Mix, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``resources`` of many placements at once: [resource, placement]; and which of them fit into memory.
+
+    ``places[p, k]`` is a group that can run kernel k.
+    """
+    size, count = len(mix.groups), len(places)
+    at = [places == g for g in range(size)]  # [placement, kernel]
+    work = np.where(np.isfinite(mix.times), mix.times, 0.0) * mix.counts[:, None]
+    compute = np.stack([at[g] @ work[:, g] for g in range(size)])
+    link = np.zeros((size, size, count))
+    here = [np.full(count, g == 0) for g in range(size)]
+    for move in mix.moves:
+        for g in range(size):
+            needed = at[g][:, list(move.readers)].any(axis=1)
+            if move.to_home and g == 0:
+                needed = np.ones(count, dtype=bool)
+            if move.unless is not None:
+                needed &= ~at[g][:, move.unless]
+            for u in range(size):
+                if u != g:
+                    source = here[u] if move.source == HOME else at[u][:, move.source]
+                    link[u, g] += (needed & source) * (move.count * mix.us(u, g, move.bytes))
+    fit = np.ones(count, dtype=bool)
+    for g, group in enumerate(mix.groups):
+        if math.isfinite(group.memory):
+            used = np.zeros(count)
+            for _, nbytes, readers, state in mix.residents:
+                used += nbytes * (at[g][:, list(readers)].any(axis=1) | (state and g == 0))
+            used += mix.activation_bytes * (at[g].any(axis=1) | (g == 0))
+            fit &= used <= group.memory
+    sizes = np.array([g.size for g in mix.groups], dtype=float)
+    if not mix.overlap:
+        return (compute + link.sum(axis=0) + link.sum(axis=1)) / sizes[:, None], fit
+    pairs = link / np.outer(sizes, sizes)[:, :, None]
+    return np.concatenate((compute / sizes[:, None], pairs[~np.eye(size, dtype=bool)])), fit
 
 
 # -- from a dependence graph, or from a table
@@ -281,8 +391,8 @@ def mix_of_graphs(
 ) -> Mix:
     """A mix of dependence graphs, each with its profile and weight.
 
-    Weights of one name and size in several graphs are one resident: prefill and decode of a model share them. Raises PlanError for
-    cyclic graphs and bad weights, ProfileError for missing times.
+    Weights of one name and size in several graphs are one resident: prefill and decode of a model share them. Raises PlanError
+    for cyclic graphs and bad weights, ProfileError for missing times.
     """
     if not parts:
         raise PlanError("a mix needs at least one dependence graph")
@@ -291,9 +401,10 @@ def mix_of_graphs(
     kernels: list[str] = []
     of, counts, rows, layers, blocks = [], [], [], [], []
     moves: list[Move] = []
-    residents: dict[tuple[str, int, bool], list[int]] = {}
+    residents: dict[Hashable, tuple[str, int, list[int], bool]] = {}
     weights = {}
     activation = 0
+    cut_us = [0.0] * len(groups)
     for number, (ddg, profile, weight) in enumerate(parts):
         problem = make_problem(ddg, profile, cluster, inflight=inflight, overlap=overlap)
         name = ddg.graph.get("name") or f"graph{number}"
@@ -303,6 +414,7 @@ def mix_of_graphs(
         weights[name] = float(weight)
         base = len(kernels)
         columns = [problem.devices.index(g.members[0]) for g in groups]
+        cut_us = [max(us, problem.cut_us[c]) for us, c in zip(cut_us, columns, strict=True)]
         kernels += [f"{name}/{k}" for k in problem.kernels]
         of += [number] * len(problem.kernels)
         counts += [float(weight)] * len(problem.kernels)
@@ -316,8 +428,12 @@ def mix_of_graphs(
             unless = None if flow.unless is None else base + flow.unless
             readers = tuple(base + r for r in flow.readers)
             moves.append(Move(f"{name}/{flow.value}", flow.bytes, source, readers, flow.to_home, unless, float(weight)))
+        storages = ddg.graph.get("storages", {})
         for resident, nbytes, touchers, state in problem.residents:
-            residents.setdefault((resident, nbytes, state), []).extend(base + r for r in touchers)
+            key = ("storage", storages[resident]) if resident in storages else (number, resident)
+            label, most, users, written = residents.get(key, (f"{name}/{resident}", 0, [], False))
+            users.extend(base + r for r in touchers)
+            residents[key] = (label, max(most, nbytes), users, written or state)
         activation = max(activation, problem.activation_bytes * inflight)
     made = Mix(
         tuple(kernels),
@@ -327,12 +443,12 @@ def mix_of_graphs(
         np.array(counts),
         np.concatenate(rows) if rows else np.zeros((0, len(groups))),
         groups,
-        group_links(cluster, groups),
+        {(u, g): (per, latency + max(cut_us[u], cut_us[g])) for (u, g), (per, latency) in group_links(cluster, groups).items()},
         tuple(moves),
         tuple(layers),
         tuple(blocks),
         overlap,
-        tuple((name, nbytes, tuple(touchers), state) for (name, nbytes, state), touchers in residents.items()),
+        tuple((label, nbytes, tuple(users), state) for label, nbytes, users, state in residents.values()),
         activation,
     )
     made.check()
@@ -388,7 +504,14 @@ _COLUMNS = ("workload", "position", "layer", "block", "kernel", "reads", "bytes_
 
 def read_table(path: str | os.PathLike[str]) -> list[dict[str, str]]:
     """The rows of a profile CSV. Raises ProfileError, naming file and line, where a column lacks or a row is cut short."""
-    with open(path, newline="", encoding="utf-8") as file:
+    try:
+        return _read_table(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ProfileError(f"{path} is no CSV file in UTF-8: {error}") from error
+
+
+def _read_table(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         fields = reader.fieldnames or []
         lacking = [c for c in _COLUMNS if c not in fields]
@@ -418,8 +541,8 @@ def mix_of_table(
 ) -> Mix:
     """A mix of the workloads of a profile CSV (``read_table``).
 
-    weights: workload → uses in one mix. phases: the order in which a request goes through them, for what state moves; by default the
-    one that writes most state in a single use first, as a prefill does. Times are taken as given; column ``<type>_us`` or
+    weights: workload → uses in one mix. phases: the order in which a request goes through them, for what state moves; by default
+    the one that writes most state in a single use first, as a prefill does. Times are taken as given; column ``<type>_us`` or
     ``<device>_us`` belongs to devices of that type or name.
     """
     known = list(dict.fromkeys(r["workload"] for r in rows))
@@ -484,7 +607,7 @@ def mix_of_table(
         groups,
         group_links(cluster, groups),
         tuple(moves),
-        tuple(int(r["layer"]) for r in chosen),
+        tuple(_layer(r, name) for r in chosen),
         tuple(r["block"] for r in chosen),
         overlap,
     )
@@ -503,6 +626,13 @@ def _time(row: Mapping[str, str], column: str, name: str) -> float:
     if math.isnan(us) or us < 0:
         raise ProfileError(f"{name}:{row['line']}: {column} is {text!r}, which is no time")
     return us
+
+
+def _layer(row: Mapping[str, str], name: str) -> int:
+    try:
+        return int(row["layer"] or -1)
+    except ValueError:
+        raise ProfileError(f"{name}:{row['line']}: layer is {row['layer']!r}, which is no whole number") from None
 
 
 def _bytes(row: Mapping[str, str], column: str, name: str) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from .mix import Mix
+from .mix import Mix, Move
 from .problem import HOME
 
 
@@ -62,6 +62,10 @@ def relax(mix: Mix, upper: float, time_limit: float = 60.0, one_at_a_time: bool 
     rows.memory()
     answer = rows.solve(time_limit)
     return Relaxed(*answer, time.perf_counter() - started)
+
+
+_End = tuple[int | None, int | None]
+"""Where a move ends: at a kernel, or at a group."""
 
 
 class _Rows:
@@ -110,7 +114,9 @@ class _Rows:
     def moves(self) -> None:
         uniform = self._uniform()
         for move in self.mix.moves:
-            ends = [(r, None) for r in move.readers] + ([(None, 0)] if move.to_home else [])
+            ends: list[_End] = [(r, None) for r in move.readers]
+            if move.to_home:
+                ends.append((None, 0))
             if not ends:
                 continue
             if self.size == 2 or uniform:
@@ -122,9 +128,7 @@ class _Rows:
         """Whether every move costs the same on every link, so that only where it arrives matters to its cost."""
         return self.size > 2 and len(set(self.mix.links.values())) == 1
 
-    def _difference(
-        self, end: tuple[int | None, int | None], source: int, g: int, unless: int | None
-    ) -> tuple[list[tuple[int, float]], float]:
+    def _difference(self, end: _End, source: int, g: int, unless: int | None) -> tuple[list[tuple[int, float]], float]:
         """Terms and constant of x[reader, g] − x[source, g] (− x[unless, g])."""
         reader, home = end
         terms: list[tuple[int, float]] = []
@@ -141,8 +145,9 @@ class _Rows:
             terms.append((self.x(unless, g), -1.0))
         return terms, constant
 
-    def _into(self, move, ends) -> None:  # type: ignore[no-untyped-def]
+    def _into(self, move: Move, ends: list[_End]) -> None:
         """One variable a destination."""
+        arriving = []
         for g in range(self.size):
             if move.source == HOME and g == 0:
                 continue
@@ -156,10 +161,11 @@ class _Rows:
             else:
                 cost = move.count * self.mix.us(*next(iter(self.mix.links)), move.bytes)
                 self.transfers.setdefault((-1, g), []).append((column, cost))
-        if self.size > 2:
+                arriving.append((column, cost))
+        if self.size > 2 and move.source == HOME:
+            self.transfers.setdefault((0, -1), []).extend(arriving)
+        elif self.size > 2 and move.unless is None:
             for u in range(self.size):
-                if move.source == HOME and u != 0:
-                    continue
                 out = self.variable(float(self.size - 1))
                 cost = move.count * self.mix.us(*next(iter(self.mix.links)), move.bytes)
                 self.transfers.setdefault((u, -1), []).append((out, cost))
@@ -167,7 +173,7 @@ class _Rows:
                     terms, constant = self._difference(end, move.source, u, None)
                     self.at_most([*((c, -w) for c, w in terms), (out, -1.0)], constant)
 
-    def _pairs(self, move, ends) -> None:  # type: ignore[no-untyped-def]
+    def _pairs(self, move: Move, ends: list[_End]) -> None:
         """One variable a source and destination."""
         columns: dict[tuple[int, int], int] = {}
         sources = [0] if move.source == HOME else list(range(self.size))

@@ -1013,7 +1013,7 @@ class _Machine:
                         self.shared.forget()
                     else:
                         offset = (address & np.uint64(WINDOW - 1)).astype(np.int64)
-                        self.shared.write(offset, access.nbytes, None, self.mask, lambda why: self.refuse(op, why))
+                        self.shared.write(offset, access.nbytes, UNKNOWN, self.mask, lambda why: self.refuse(op, why))
                 else:
                     self.shared.forget()
             for name in names:
@@ -1061,11 +1061,7 @@ class _Machine:
                         self._write_slot("local", int(offset[0, 0]) + position * size, size, value())
                 elif space == 1 and self.shared is not None:
                     for position, value in enumerate(values):
-                        held = value()
-                        self.shared.write(
-                            offset + position * size, size, None if not isinstance(held, np.ndarray) else held, self.mask,
-                            lambda why: self.refuse(op, why),
-                        )  # fmt: skip
+                        self.shared.write(offset + position * size, size, value(), self.mask, lambda why: self.refuse(op, why))
 
         return step
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .semantics import UNSIGNED
-from .values import UNKNOWN, Partial, Value
+from .values import UNKNOWN, Partial, Poison, Value
 
 Array = npt.NDArray[Any]
 Refuse = Callable[[str], NoReturn]
@@ -94,8 +94,7 @@ class SharedMemory:
             return result
         return Partial(result, unknown)
 
-    def write(self, offset: Array, size: int, value: Array | None, mask: Array, refuse: Refuse) -> None:
-        """Store `value`, or, where it is None, something unknown."""
+    def write(self, offset: Array, size: int, value: Value, mask: Array, refuse: Refuse) -> None:
         block, warp, at = self._pick(offset, mask)
         if not len(at):
             return
@@ -111,10 +110,13 @@ class SharedMemory:
         writer = self.writer[rows, index]
         ordered = self.clock[rows, warp[:, None], np.maximum(writer, 0)] >= self.written_at[rows, index]
         clash = (writer >= 0) & (writer != warp[:, None]) & ~ordered
-        if value is None:
+        if isinstance(value, Poison):
             self.bad[rows, index] = True
         else:
             whole = np.broadcast_to(mask, self.shape)
+            unknown: Array | None = None
+            if isinstance(value, Partial):
+                unknown, value = np.broadcast_to(value.bad, self.shape)[whole], value.array
             values = np.ascontiguousarray(np.broadcast_to(value, self.shape)[whole])
             raw = values.view(np.uint8).reshape(len(values), size)
             same = ~clash | (self.data[rows, index] == raw)
@@ -123,6 +125,8 @@ class SharedMemory:
             kept = self.data[rows, index] == raw
             self.bad[rows, index] = False
             lost = ~kept | ~same
+            if unknown is not None:
+                lost |= unknown[:, None]
             self.bad[np.broadcast_to(rows, index.shape)[lost], index[lost]] = True
         self.writer[rows, index] = warp[:, None]
         self.written_at[rows, index] = self.clock[rows, warp[:, None], warp[:, None]]

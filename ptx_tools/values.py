@@ -46,8 +46,9 @@ def blend(mask: Array, new: Value, old: Value) -> Value:
     if new_array is None or old_array is None:
         array = old_array if new_array is None else new_array
         assert array is not None
-        return Partial(array, bad)
-    return Partial(np.where(mask, new_array, old_array), bad)
+    else:
+        array = np.where(mask, new_array, old_array)
+    return Partial(array, bad) if bad.any() else array
 
 
 def and_bad(value: Value, bad: Array) -> Value:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from .passes.ir import Plan as Plan
     from .passes.ir import Program as Program
     from .reports import Report as Report
+    from .together import plan_together as plan_together
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Options", "Plan", "Program", "Report", "backend", "explain", "make_cluster", "report"]
+__all__ = ["Cluster", "Options", "Plan", "Program", "Report", "backend", "explain", "make_cluster", "plan_together", "report"]
 
 _WHERE = {
     "Cluster": ".passes.cluster",
@@ -32,6 +33,7 @@ _WHERE = {
     "Report": ".reports",
     "explain": ".compiler",
     "make_cluster": ".catalogue",
+    "plan_together": ".together",
     "report": ".compiler",
 }
 

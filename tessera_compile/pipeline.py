@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,9 @@ from .runtime.profile_cache import ProfileCache
 from .runtime.profiler import needs_real_call, profile
 
 log = logging.getLogger(__name__)
+
+#: Called with a graph and its inputs before each run; see ``together.py``.
+OBSERVERS: list[Callable[[CompiledGraph, Sequence[Any]], None]] = []
 
 
 class CompiledGraph:
@@ -74,6 +77,8 @@ class CompiledGraph:
                     fresh = True
         executor = self.executor
         assert executor is not None
+        for observe in tuple(OBSERVERS):
+            observe(self, args)
         try:
             return executor(args)
         except Exception:
@@ -87,6 +92,36 @@ class CompiledGraph:
             return self.report
         return replace(self.report, emulation=self.executor.pace.result())
 
+    def replan(self, placement: Mapping[str, str], planner: str) -> None:
+        """Runs the graph by another placement from the next call on. What is compiled already and needed again is kept.
+
+        Raises InfeasibleError or PlanError, and leaves everything as it is, where the placement is not possible.
+        """
+        report = self.report
+        if report is None:
+            raise PlanError(f"graph {self.number} has not been planned yet; call it first")
+        options = self.options
+        plan = partition(
+            self.ddg,
+            report.profile,
+            self.cluster,
+            objective="throughput",
+            inflight=options.inflight,
+            overlap=report.plan.overlap,
+            placement=placement,
+            planner=planner,
+        )
+        program = schedule(self.ddg, plan)
+        verify(program, self.ddg, plan)
+        executor = self.executor
+        if not options.dryrun:
+            pace = Pace(self.kernels, program, report.profile, self.cluster, options.pace) if options.pace else None
+            executor = CpuLaneExecutor(
+                self.kernels, program, self.codegen, threads=lane_threads(len(self.cluster.devices)), pace=pace, progress=progress
+            )
+        with self._lock:
+            self.report, self.executor = replace(report, plan=plan, program=program), executor
+
     def build(self, real: Sequence[Any] | None) -> None:
         """The pipeline from the dependence graph on.
 
@@ -96,7 +131,7 @@ class CompiledGraph:
         options, kernels, ddg = self.options, self.kernels, self.ddg
         lanes = len(self.cluster.devices)
         threads = lane_threads(lanes)
-        codegen = Codegen(
+        codegen = self.codegen = Codegen(
             options.codegen,  # type: ignore[arg-type]  # checked by Options
             threads=threads if lanes > 1 else None,
             strict=options.strict,

@@ -1,0 +1,197 @@
+"""Plan several graphs for one cluster together: prefill and decode of a model, say.
+
+    with tessera_compile.plan_together(uses={"prefill": 1, "decode": 128}) as together:
+        with together.phase("prefill"):
+            compiled(prompt)
+        with together.phase("decode"):
+            compiled(token)
+    print(together)
+
+The calls run as they always do. On leaving the block their graphs are planned as one mix: weights and state that two graphs share, told
+by their storage, are held once, and the bottleneck of the whole mix is minimised. Then each graph follows its part of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import pipeline
+from .catalogue import make_cluster
+from .passes import torch_compat
+from .passes.cluster import Cluster
+from .passes.errors import OptionsError, PlanError
+from .passes.ir import format_bytes
+from .passes.mixture import MixPlan
+from .passes.planning import plan_mix
+from .pipeline import CompiledGraph
+
+
+@dataclass(frozen=True)
+class Change:
+    """What following the plan means for one graph: kernels that move, segments to compile anew, weights to copy to other devices."""
+
+    graph: int
+    phase: str
+    kernels: int
+    moved: int
+    segments: int
+    new_segments: int
+    copied_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.phase} (graph {self.graph}): {self.moved} of {self.kernels} kernels move, {self.new_segments} of {self.segments} "
+            f"segments are compiled anew, {format_bytes(self.copied_bytes)} of weights and state go to other devices"
+        )
+
+
+class PlanTogether:
+    """The context manager. After the block: ``plan`` (a ``MixPlan``), ``changes``, and ``shared``, the bytes that graphs share."""
+
+    def __init__(
+        self,
+        cluster: str | Cluster | None = None,
+        *,
+        uses: Mapping[str, float] | None = None,
+        time_limit: float = 60.0,
+        gap: float = 5e-3,
+    ) -> None:
+        self.cluster = make_cluster(cluster) if cluster is not None else None
+        self.uses = dict(uses or {})
+        if any(not n > 0 for n in self.uses.values()):
+            raise OptionsError(f"uses {self.uses}: every number must be positive")
+        self.time_limit, self.gap = time_limit, gap
+        self.plan: MixPlan | None = None
+        self.changes: tuple[Change, ...] = ()
+        self.shared = 0
+        self._phase = threading.local()
+        self._lock = threading.Lock()
+        self._calls: dict[int, tuple[CompiledGraph, str, int, dict[str, int]]] = {}
+
+    def __enter__(self) -> PlanTogether:
+        pipeline.OBSERVERS.append(self._observe)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pipeline.OBSERVERS.remove(self._observe)
+        if error is None:
+            self._plan()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Calls inside belong to phase ``name``, whose uses in one mix are ``uses[name]``, or else as many as are made here."""
+        before = getattr(self._phase, "name", None)
+        self._phase.name = name
+        try:
+            yield
+        finally:
+            self._phase.name = before
+
+    def _observe(self, graph: CompiledGraph, args: Sequence[Any]) -> None:
+        name = getattr(self._phase, "name", None) or "calls"
+        with self._lock:
+            _, phase, count, storages = self._calls.get(id(graph), (graph, name, 0, {}))
+            if phase != name:
+                raise PlanError(f"one graph ran in phase {phase!r} and in {name!r}; phases that run the same graph are one phase")
+            if not storages:
+                storages = {
+                    v: torch_compat.storage_key(t)
+                    for v, t in zip(graph.kernels.inputs, args, strict=True)
+                    if isinstance(t, torch.Tensor) and graph.kernels.resident(v)
+                }
+            self._calls[id(graph)] = (graph, phase, count + 1, storages)
+
+    def _plan(self) -> None:
+        calls = list(self._calls.values())
+        if not calls:
+            raise PlanError(
+                "nothing was called inside plan_together: call the compiled model there, with two devices or more (one-device graphs are "
+                "Inductor's)"
+            )
+        unknown = sorted(set(self.uses) - {phase for _, phase, _, _ in calls})
+        if unknown:
+            raise PlanError(f"uses names phase {unknown[0]!r}, in which nothing was called")
+        cluster = self.cluster or calls[0][0].cluster
+        for graph, phase, _, _ in calls:
+            if graph.cluster != cluster:
+                raise PlanError(f"{phase!r} is compiled for {', '.join(graph.cluster.names)}, not for {', '.join(cluster.names)}")
+        in_phase = {phase: max(c for _, p, c, _ in calls if p == phase) for _, phase, _, _ in calls}
+        parts, seen = [], dict[int, int]()
+        for graph, phase, count, storages in calls:
+            assert graph.report is not None
+            ddg = graph.ddg.copy()
+            ddg.graph.update(graph.ddg.graph)
+            ddg.graph.update(name=f"{phase}.{graph.number}", profile=graph.report.profile, storages=storages)
+            parts.append((ddg, self.uses.get(phase, in_phase[phase]) * count / in_phase[phase]))
+            for value, key in storages.items():
+                nbytes = graph.kernels.values[value].bytes
+                self.shared += min(nbytes, seen.get(key, 0))
+                seen[key] = max(nbytes, seen.get(key, 0))
+        overlap = all(d.kind != "cpu" for d in cluster.devices)
+        inflight = max(graph.options.inflight for graph, _, _, _ in calls)
+        pins = dict(calls[0][0].options.pins)
+        self.plan = plan_mix(
+            parts, cluster, pins=pins, overlap=overlap, inflight=inflight, time_limit=self.time_limit, gap=self.gap
+        )  # fmt: skip
+        followed = self.plan.plans[0].placement  # a plain call follows one plan: the one with the largest share
+        members = {name: devices[0] for name, devices in self.plan.groups.items()}
+        changes = []
+        for (graph, phase, _, _), (ddg, _) in zip(calls, parts, strict=True):
+            prefix = f"{ddg.graph['name']}/"
+            placement = {k.removeprefix(prefix): members[g] for k, g in followed.items() if k.startswith(prefix)}
+            changes.append(self._follow(graph, phase, placement))
+        self.changes = tuple(changes)
+
+    def _follow(self, graph: CompiledGraph, phase: str, placement: Mapping[str, str]) -> Change:
+        before = graph.report
+        assert before is not None
+        graph.replan(placement, "together")
+        after = graph.report
+        assert after is not None
+        old, new = _segments(before.program), _segments(after.program)
+        copied = 0
+        for value in graph.kernels.values.values():
+            if not graph.kernels.resident(value.name):
+                continue
+            readers = graph.kernels.readers(value.name)
+            had = {before.plan.placement[r] for r in readers} | {before.plan.home}
+            needs = {after.plan.placement[r] for r in readers}
+            copied += value.bytes * len(needs - had)
+        moved = sum(before.plan.placement[k] != d for k, d in after.plan.placement.items())
+        return Change(graph.number, phase, len(placement), moved, len(new), len(new - old), copied)
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return "plan_together: nothing planned yet"
+        lines = [self.plan.to_text(), f"graphs share {format_bytes(self.shared)} of weights and state"]
+        if len(self.plan.plans) > 1:
+            lines.append("a plain call follows the plan with the largest share; only an engine can mix them")
+        return "\n".join([*lines, *map(str, self.changes)])
+
+
+def _segments(program: Any) -> set[tuple[str, tuple[str, ...]]]:
+    from .passes.ir import Run
+
+    return {(lane.device, i.kernels) for lane in program.lanes for i in lane.instructions if isinstance(i, Run)}
+
+
+def plan_together(
+    cluster: str | Cluster | None = None, *, uses: Mapping[str, float] | None = None, time_limit: float = 60.0, gap: float = 5e-3
+) -> PlanTogether:
+    """A context in which calls of compiled models are planned together; see the module.
+
+    Args:
+        cluster: of the models called inside, which must all be compiled for it; by default that of the first.
+        uses: phase → uses in one mix; a phase that is not named counts as often as it is called.
+        time_limit, gap: seconds and relative gap for the planner.
+
+    Raises, on leaving the block: PlanError where nothing was called or clusters differ, InfeasibleError where no plan fits.
+    """
+    return PlanTogether(cluster, uses=uses, time_limit=time_limit, gap=gap)
