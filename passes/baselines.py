@@ -11,21 +11,20 @@ prefill-decode        every assignment of whole workloads to groups
 NAME+replicas         the best mixture of the placements of that name with those of ``single``
 ====================  =====================================================================================================
 
-A name is left out where it does not apply: layers without layer numbers, attention-ffn without blocks, and so on. In all of them groups
-of several devices serve different requests on their members.
+A name is left out where it does not apply: layers without layer numbers, attention-ffn without blocks, and so on. In all of them
+groups of several devices serve different requests on their members.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
-from .mix import Mix, fits, resources, worth
+from .mix import Mix, Worth, fits, resources, worth
 
 Placement = tuple[int, ...]
 
@@ -40,50 +39,34 @@ class Baselines:
         for placements in self.kinds.values():
             yield from placements
 
-    def values(self, mix: Mix, time_left: float = 10.0) -> dict[str, float]:
-        """Name → µs of one mix. Kinds that do not fit into memory are left out."""
+    def values(self, mix: Mix, mixed: Callable[[Mapping[Placement, Worth]], float], time_left: float = 10.0) -> dict[str, float]:
+        """Name → µs of one mix. Kinds that do not fit into memory are left out.
+
+        ``mixed`` gives the µs of the best mixture of some placements, such that memory holds the weights of all it uses.
+        """
         deadline = time.perf_counter() + time_left
-        table: dict[Placement, np.ndarray] = {}
+        worths: dict[Placement, Worth] = {}
+        table: dict[Placement, float] = {}
         for placement in self.placements():
-            if placement not in table:
+            if placement and placement not in table:
                 found = worth(mix, placement)
                 if fits(mix, found):
-                    table[placement] = resources(mix, found)
+                    worths[placement] = found
+                    table[placement] = float(resources(mix, found).max(initial=0.0))
         result: dict[str, float] = {}
         singles = [p for p in self.kinds.get("single", ()) if p in table]
         for placement in singles:
-            result[f"single:{mix.groups[placement[0]].name}"] = float(table[placement].max())
+            result[f"single:{mix.groups[placement[0]].name}"] = table[placement]
         if singles:
-            result["replicas"] = mixed([table[p] for p in singles])
+            result["replicas"] = mixed({p: worths[p] for p in singles})
         for kind, placements in self.kinds.items():
             ready = [p for p in placements if p in table]
             if kind == "single" or not ready:
                 continue
-            result[kind] = min(float(table[p].max()) for p in ready)
+            result[kind] = min(table[p] for p in ready)
             if singles and time.perf_counter() < deadline:
-                result[f"{kind}+replicas"] = mixed([table[p] for p in dict.fromkeys([*ready, *singles])])
+                result[f"{kind}+replicas"] = mixed({p: worths[p] for p in [*ready, *singles]})
         return result
-
-
-def mixed(columns: list[np.ndarray]) -> float:
-    """The best mixture's µs: minimise C with Σ λ_p load(p) ≤ C, Σ λ = 1."""
-    table = np.stack(columns, axis=1)
-    scale = float(table.max(axis=0).min()) or 1.0
-    cost = np.zeros(table.shape[1] + 1)
-    cost[-1] = 1.0
-    answer = linprog(
-        cost,
-        A_ub=np.concatenate((table / scale, -np.ones((len(table), 1))), axis=1),
-        b_ub=np.zeros(len(table)),
-        A_eq=np.concatenate((np.ones((1, table.shape[1])), np.zeros((1, 1))), axis=1),
-        b_eq=[1.0],
-        bounds=(0, None),
-        method="highs-ds",
-    )
-    if answer.x is None:
-        return float(table.max(axis=0).min())
-    shares = answer.x[:-1] / answer.x[:-1].sum()
-    return float((table @ shares).max())
 
 
 def simple_plans(mix: Mix) -> Baselines:
@@ -125,10 +108,14 @@ def _layers(mix: Mix) -> Iterator[Placement]:
 def _balanced(mix: Mix, layers: list[int], depth: list[int], order: tuple[int, ...]) -> np.ndarray:
     """Cuts that minimise the largest compute of a stage, by dynamic programming over (layer, stage)."""
     size, count = len(order), len(layers)
+    times = mix.times * mix.counts[:, None]
+    finite = np.where(np.isfinite(times), times, 0.0)
+    # What a device cannot run goes to another, if any cut allows that.
+    times = np.where(mix.allowed, finite, 1e6 * (1.0 + finite.sum()))
     work = np.zeros((count, size))
     for k, d in enumerate(depth):
         for stage, g in enumerate(order):
-            work[d, stage] += mix.counts[k] * mix.times[k, g] / mix.groups[g].size
+            work[d, stage] += times[k, g] / mix.groups[g].size
     sums = np.concatenate((np.zeros((1, size)), np.cumsum(work, axis=0)))
     best = np.full((size + 1, count + 1), np.inf)
     came = np.zeros((size + 1, count + 1), dtype=int)

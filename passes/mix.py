@@ -237,7 +237,7 @@ def longest_path(mix: Mix) -> tuple[float, bool]:
 
 def waits(mix: Mix) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     """Of the moves of a mix of chains, those that a request cannot but wait for, so that their times add up: within workloads,
-    the biggest between each two neighbours, to the first kernel, and from the last one home; and those of state between workloads.
+    the biggest between each two neighbours, to the first kernel, from the last one home; and those of state between workloads.
 
     Other moves (over skip edges, of inputs read late) may be hidden behind the compute of the kernels between, so a bound on the
     makespan cannot count them.

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import sparse
@@ -32,11 +33,14 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from .baselines import Baselines, simple_plans
 from .errors import InfeasibleError
 from .ir import format_bytes
-from .mix import Mix, Worth, fits, longest_path, makespan, resources, worth
+from .mix import Mix, Worth, fastest_chains, fits, loads_of, longest_path, makespan, resources, waits, worth
 from .problem import HOME
-from .relaxation import Relaxed, relax
+from .relaxation import Relaxed, integer_plan, relax
 
 Placement = tuple[int, ...]
+
+#: So many placements are tried one by one.
+FEW = 20_000
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,10 @@ class MixPlan:
 def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> MixPlan:
     """The best mixture of plans that can be proven so, and the best single plan.
 
-    Raises InfeasibleError where no plan fits into memory. With ``time_limit`` 0 the simple plans alone are mixed, and the status says so.
+    Where there are few placements (:data:`FEW`) all of them are tried, and both are the optimum. Raises InfeasibleError where no plan
+    fits into memory. With ``time_limit`` 0 the simple plans alone are mixed, and the status says so.
     """
+    mix.check()
     started = time.perf_counter()
     deadline = started + time_limit
     simple = simple_plans(mix)
@@ -166,21 +172,38 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         if relaxed.x is not None:
             for placement in _level_plans(mix, relaxed.x):
                 add(placement)
+    lower = relaxed.bound
+    every = _every(mix) if time_limit > 0 else None
+    if every is not None:
+        found, proven = _best_of_all(mix, every)
+        lower = max(lower, proven)
+        for placement in found:
+            add(placement)
     if not pool:
-        for placement in _packed(mix, relaxed.x):
+        for placement in _packed(mix) if every is None else ():
             add(placement)
         if not pool:
             raise _does_not_fit(mix)
     shares, value, prices = _master(mix, pool)
-    if len(mix.groups) > 2 and time_limit > 0:
-        shares, value = _price_in(mix, pool, add, shares, value, prices, relaxed.bound, gap, deadline)
+    if every is None and len(mix.groups) > 2 and time_limit > 0:
+        shares, value = _price_in(mix, pool, add, shares, value, prices, lower, gap, deadline)
     best = min(pool, key=lambda p: float(resources(mix, pool[p]).max(initial=0.0)))
-    best = _improve(mix, best, deadline, relaxed.bound, gap)
-    if len(mix.groups) == 2 and time.perf_counter() < deadline:
-        best = _exact(mix, best, relaxed.bound, gap, deadline)
-    if add(best):
-        shares, value, _ = _master(mix, pool)
-    bound = min(max(relaxed.bound, 0.0), value)
+    if every is None and time_limit > 0:
+        best = _improve(mix, best, deadline, lower, gap)
+        if len(mix.groups) == 2 and time.perf_counter() < deadline:
+            best = _exact(mix, best, lower, gap, deadline)
+        if add(best):
+            shares, value, _ = _master(mix, pool)
+
+    def mixed(part: Mapping[Placement, Worth]) -> float:
+        nonlocal shares, value
+        of_part, us, _ = _master(mix, part)
+        if us < value:  # The master program over all plans stopped at its tolerance.
+            shares, value = of_part, us
+        return us
+
+    baselines = simple.values(mix, mixed, time_left=max(0.1, deadline - time.perf_counter()))
+    bound = min(max(lower, 0.0), value)
     if value - bound <= max(gap, 1e-9) * value:
         status = "optimal within the gap"
     if time_limit <= 0:
@@ -189,8 +212,6 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
     plans = tuple(_named(mix, p, s, pool[p]) for p, s in shares)
     single = worth(mix, best)
     single_us = float(resources(mix, single).max(initial=0.0))
-    loads = _loads(mix, [(pool[p], s) for p, s in shares])
-    baselines = simple.values(mix, time_left=max(0.1, deadline - time.perf_counter()))
     return MixPlan(
         plans,
         whole,
@@ -201,19 +222,52 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         status,
         time.perf_counter() - started,
         {g.name: g.members for g in mix.groups},
-        loads,
+        _loads(mix, [(p, pool[p], s) for p, s in shares]),
         baselines,
         recommend(baselines, value),
     )
 
 
+def _every(mix: Mix) -> np.ndarray | None:
+    """All placements that devices and pins allow, [placement, kernel]; None where they are more than :data:`FEW`."""
+    open_to = [np.flatnonzero(row) for row in mix.allowed]
+    if math.prod(len(groups) for groups in open_to) > FEW:
+        return None
+    grid = np.meshgrid(*open_to, indexing="ij")
+    return np.stack([axis.reshape(-1) for axis in grid], axis=1) if grid else np.zeros((1, 0), dtype=np.int64)
+
+
+def _best_of_all(mix: Mix, every: np.ndarray) -> tuple[list[Placement], float]:
+    """The plans of the best mixture of all placements, and the best single plan; and a bound on every mixture.
+
+    For any prices of the resources that sum to 1, the cheapest plan's cost is such a bound: the prices need not be right.
+    """
+    table, fit = loads_of(mix, every)
+    places, table = every[fit], table[:, fit]
+    if not len(places):
+        return [], 0.0
+    names = [tuple(int(g) for g in place) for place in places]
+    scale = float(table.max(axis=0).min()) or 1.0
+    chosen, prices = _shares(table / scale)
+    bound = 0.0
+    if prices.sum() > 0.5:
+        cost = (prices / prices.sum()) @ table
+        bound = float(cost.min()) * (1 - 1e-12)
+    picked = [names[i] for i, _ in chosen]
+    if not picked or not _union_fits(mix, picked):
+        picked = [p for p, _ in _master_with_memory(mix, names, table / scale, gap=1e-9)]
+    return [*picked, names[int(table.max(axis=0).argmin())]], bound
+
+
 def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
     """The plan whose single request, alone on the cluster, is done first.
 
-    Where kernels run one at a time (each workload is a chain) the time is Σ compute + Σ moves, a minimum cut for two groups: the plan is
-    optimal and the bound certified. Otherwise branches may run side by side: plans cut from that relaxation, simple plans and moves of
-    kernels are judged by list scheduling, and the bound is the longest path.
+    Where there are few placements (:data:`FEW`) all are tried. Where kernels run one at a time (each workload is a chain) the time
+    is at least Σ compute + Σ moves between neighbours, least by dynamic programming, and for two groups with moves of state between
+    workloads by a minimum cut: the bound, and the optimum where there are no other moves. Otherwise branches may run side by side:
+    plans cut from the relaxation, simple plans and moves of kernels are judged by list scheduling, and the bound is the longest path.
     """
+    mix.check()
     started = time.perf_counter()
     deadline = started + time_limit
     simple = simple_plans(mix)
@@ -227,21 +281,41 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
 
     for placement in simple.placements():
         add(placement)
-    relaxed = Relaxed(None, 0.0, np.zeros(1), {}, 0.0)
+    bound = path
     if time_limit > 0 and len(mix.kernels):
-        upper = min((float((w := worth(mix, p)).compute.sum() + w.link.sum()) for p in pool), default=_total(mix))
-        relaxed = relax(mix, upper, max(0.05, time_limit / 2), one_at_a_time=True)
-        if relaxed.x is not None:
-            for placement in _level_plans(mix, relaxed.x):
-                add(placement)
+        serial = mix
+        if chain:
+            placement, least = fastest_chains(mix)
+            add(placement)
+            bound = max(bound, least)
+            within, later = waits(mix)
+            serial = replace(mix, moves=(*within, *later))
+        if not chain or later:
+            upper = min((float((w := worth(serial, p)).compute.sum() + w.link.sum()) for p in pool), default=_total(serial))
+            relaxed = relax(serial, upper, max(0.05, time_limit / 2), one_at_a_time=True)
+            if chain:
+                bound = max(bound, relaxed.bound)
+            if relaxed.x is not None:
+                for placement in _level_plans(mix, relaxed.x):
+                    add(placement)
+    every = _every(mix) if time_limit > 0 else None
+    proven = False
+    if every is not None and min(pool.values(), default=math.inf) > bound:
+        for placement in every:
+            if time.perf_counter() > deadline:
+                break
+            add(placement)
+        else:
+            proven = True
     if not pool:
-        for placement in _packed(mix, relaxed.x):
+        for placement in _packed(mix):
             add(placement)
         if not pool:
             raise _does_not_fit(mix)
     best = min(pool, key=lambda p: pool[p])
-    bound = max(path, relaxed.bound) if chain else path
-    if not chain and pool[best] > bound * 1.005:
+    if proven:
+        bound = pool[best]
+    if time_limit > 0 and pool[best] > bound * 1.005:
         best = _hasten(mix, best, min(deadline, time.perf_counter() + 5.0), bound)
         add(best)
     value = pool[best]
@@ -267,7 +341,7 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
         status,
         time.perf_counter() - started,
         {g.name: g.members for g in mix.groups},
-        _loads(mix, [(of, 1.0)]),
+        _loads(mix, [(best, of, 1.0)]),
         baselines,
         recommend(baselines, value),
         objective="latency",
@@ -277,7 +351,7 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
 def _hasten(mix: Mix, start: Placement, deadline: float, bound: float) -> Placement:
     """A local optimum of the makespan by moves of kernels and stretches."""
     place, best = list(start), makespan(mix, start)
-    tight = any(np.isfinite(g.memory) for g in mix.groups) and bool(mix.residents)
+    tight = any(np.isfinite(g.memory) for g in mix.groups)
     allowed = mix.allowed
     improved = True
     while improved:
@@ -313,9 +387,10 @@ def _possible(mix: Mix, placement: Placement) -> bool:
 
 
 def _total(mix: Mix) -> float:
-    finite = np.where(np.isfinite(mix.times), mix.times, np.inf)
+    """µs that no plan exceeds: every kernel where it is slowest, every value moved to every group."""
+    slowest = np.where(mix.allowed, mix.times, 0.0).max(axis=1, initial=0.0)
     moved = sum(m.count * max((mix.us(u, g, m.bytes) for u, g in mix.links), default=0.0) * len(mix.groups) for m in mix.moves)
-    return float((finite.min(axis=1) * mix.counts).sum()) + moved or 1.0
+    return float((slowest * mix.counts).sum()) + moved or 1.0
 
 
 # -- plans from fractions
@@ -347,28 +422,38 @@ def _level_plans(mix: Mix, x: np.ndarray, most: int = 400) -> list[Placement]:
     return list(found)
 
 
-def _packed(mix: Mix, x: np.ndarray | None) -> list[Placement]:
+def _packed(mix: Mix) -> list[Placement]:
     """Plans that fit into memory where no simple one does: an integer program with the relaxation's memory rows."""
     size, count = len(mix.groups), len(mix.kernels)
-    width = size * count + size * len(mix.residents)
+    if not count:
+        return []
+    held = len(mix.residents)
+    width = size * (count + held + 1)  # x, residents, and whether a group is used
     rows, right = [], []
     for w, (_, _, readers, _) in enumerate(mix.residents):
-        for k in readers:
+        for k in set(readers):
             for g in range(size):
-                rows.append({k * size + g: 1.0, size * count + w * size + g: -1.0})
+                rows.append({k * size + g: 1.0, size * (count + w) + g: -1.0})
                 right.append(0.0)
     for g, group in enumerate(mix.groups):
         if not np.isfinite(group.memory):
             continue
-        base = float(mix.activation_bytes)
+        base = float(mix.activation_bytes if g == 0 else 0)
+        scale = max(group.memory, 1.0)
         terms = {}
+        if g and mix.activation_bytes:
+            used = size * (count + held) + g
+            terms[used] = mix.activation_bytes / scale
+            for k in range(count):
+                rows.append({k * size + g: 1.0, used: -1.0})
+                right.append(0.0)
         for w, (_, nbytes, _, state) in enumerate(mix.residents):
             if state and g == 0:
                 base += nbytes
             else:
-                terms[size * count + w * size + g] = nbytes / max(group.memory, 1.0)
+                terms[size * (count + w) + g] = nbytes / scale
         rows.append(terms)
-        right.append((group.memory - base) / max(group.memory, 1.0))
+        right.append((group.memory - base) / scale)
     data = [(i, c, v) for i, row in enumerate(rows) for c, v in row.items()]
     matrix = sparse.csr_array(
         ([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(max(len(rows), 1), width)
@@ -381,7 +466,7 @@ def _packed(mix: Mix, x: np.ndarray | None) -> list[Placement]:
     upper = np.concatenate((mix.allowed.reshape(-1).astype(float), np.ones(width - count * size)))
     answer = milp(
         cost / max(cost.max(), 1.0),
-        integrality=np.concatenate((np.ones(count * size), np.zeros(width - count * size))),
+        integrality=np.ones(width),
         bounds=Bounds(0, upper),
         constraints=[
             LinearConstraint(matrix, -np.inf, np.array(right) if right else np.zeros(1)),
@@ -397,19 +482,26 @@ def _packed(mix: Mix, x: np.ndarray | None) -> list[Placement]:
 # -- the master program
 
 
+def _shares(table: np.ndarray) -> tuple[list[tuple[int, float]], np.ndarray]:
+    """Minimise C with Σ λ_p load(p) ≤ C, Σ λ = 1: (column, λ) of those used, and the prices of the resources, which sum to 1."""
+    count = table.shape[1]
+    cost = np.zeros(count + 1)
+    cost[-1] = 1.0
+    rows = np.concatenate((table, -np.ones((len(table), 1))), axis=1)
+    ones = np.concatenate((np.ones((1, count)), np.zeros((1, 1))), axis=1)
+    answer = linprog(cost, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=ones, b_eq=[1.0], bounds=(0, None), method="highs-ds")
+    if answer.x is None:
+        return [], np.zeros(len(table))
+    return [(i, float(answer.x[i])) for i in range(count) if answer.x[i] > 1e-9], np.maximum(-answer.ineqlin.marginals, 0.0)
+
+
 def _master(mix: Mix, pool: Mapping[Placement, Worth]) -> tuple[list[tuple[Placement, float]], float, np.ndarray]:
     """Shares, value in µs, and the prices of the resources."""
     names = list(pool)
     table = np.stack([resources(mix, pool[p]) for p in names], axis=1)
     scale = float(table.max(axis=0).min()) or 1.0
-    count = len(names)
-    cost = np.zeros(count + 1)
-    cost[-1] = 1.0
-    rows = np.concatenate((table / scale, -np.ones((len(table), 1))), axis=1)
-    ones = np.concatenate((np.ones((1, count)), np.zeros((1, 1))), axis=1)
-    answer = linprog(cost, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=ones, b_eq=[1.0], bounds=(0, None), method="highs-ds")
-    chosen = [(names[i], float(answer.x[i])) for i in range(count) if answer.x[i] > 1e-9] if answer.x is not None else []
-    prices = -np.asarray(answer.ineqlin.marginals) if answer.x is not None else np.zeros(len(table))
+    used, prices = _shares(table / scale)
+    chosen = [(names[i], share) for i, share in used]
     if not chosen or not _union_fits(mix, [p for p, _ in chosen]):
         chosen = _master_with_memory(mix, names, table / scale)
     total = sum(s for _, s in chosen)
@@ -433,58 +525,72 @@ def _union_fits(mix: Mix, placements: Sequence[Placement]) -> bool:
     return all(used <= group.memory for used, group in zip(_union(mix, placements), mix.groups, strict=True))
 
 
-def _master_with_memory(mix: Mix, names: list[Placement], table: np.ndarray) -> list[tuple[Placement, float]]:
-    """The master program where memory holds only some plans together: λ_p ≤ u_p, r[w, g] ≥ u_p, Σ bytes r ≤ memory."""
-    if len(names) > 60:  # the best plans, and those that are cheapest on some resource
-        order = np.argsort(table.max(axis=0))[:40]
-        keep = sorted({*order.tolist(), *(int(table[r].argmin()) for r in range(len(table)))})
-        names, table = [names[i] for i in keep], table[:, keep]
-    count, size = len(names), len(mix.groups)
-    held = [(w, g) for w in range(len(mix.residents)) for g in range(size)]
-    width = 2 * count + 1 + len(held)
-    rows, low, high = [], [], []
-
-    def row(terms: dict[int, float], lower: float, upper: float) -> None:
-        rows.append(terms)
-        low.append(lower)
-        high.append(upper)
-
-    for resource in table:
-        row({**{i: float(v) for i, v in enumerate(resource)}, 2 * count: -1.0}, -np.inf, 0.0)
-    row(dict.fromkeys(range(count), 1.0), 1.0, 1.0)
-    for i in range(count):
-        row({i: 1.0, count + i: -1.0}, -np.inf, 0.0)
-    at = {pair: 2 * count + 1 + j for j, pair in enumerate(held)}
-    for w, (_, _, readers, state) in enumerate(mix.residents):
-        for i, placement in enumerate(names):
-            for g in {placement[r] for r in readers}:
-                row({count + i: 1.0, at[w, g]: -1.0}, -np.inf, 0.0)
-        if state:
-            row({at[w, 0]: 1.0}, 1.0, 1.0)
+def _master_with_memory(
+    mix: Mix, names: Sequence[Placement], table: np.ndarray, gap: float = 1e-4, seconds: float = 10.0
+) -> list[tuple[Placement, float]]:
+    """The master program where memory holds only some plans together, with one binary for each resident and group: r[w, g] ≥ Σ λ_p
+    of the plans that want w on g, Σ bytes · r ≤ memory. ``table`` is in units in which the best plan takes 1."""
+    places = np.array(names, dtype=np.int64).reshape(len(names), len(mix.kernels))
+    count = len(names)
+    wanted: list[np.ndarray] = []  # of each binary, the plans that want it
+    limits: list[tuple[dict[int, float], float]] = []  # over the binaries
     for g, group in enumerate(mix.groups):
-        if np.isfinite(group.memory):
-            terms = {at[w, g]: mix.residents[w][1] / max(group.memory, 1.0) for w in range(len(mix.residents))}
-            row(terms or {2 * count: 0.0}, -np.inf, (group.memory - mix.activation_bytes) / max(group.memory, 1.0))
-    data = [(i, c, v) for i, terms in enumerate(rows) for c, v in terms.items()]
-    matrix = sparse.csr_array(([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(len(rows), width))
-    cost = np.zeros(width)
-    cost[2 * count] = 1.0
-    integral = np.zeros(width)
-    integral[count : 2 * count] = 1
-    upper = np.ones(width)
-    upper[2 * count] = np.inf
-    answer = milp(
-        cost, integrality=integral, bounds=Bounds(0, upper), constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
-        options={"time_limit": 10.0, "mip_rel_gap": 1e-4},
+        if not np.isfinite(group.memory):
+            continue
+        scale, room, terms = max(group.memory, 1.0), group.memory, {}
+        residents = [(nbytes, list(readers), state and g == 0) for _, nbytes, readers, state in mix.residents]
+        activations = (mix.activation_bytes, list(range(len(mix.kernels))), g == 0)
+        for nbytes, readers, always in [*residents, activations]:
+            if always:
+                room -= nbytes
+            elif nbytes:
+                terms[len(wanted)] = nbytes / scale
+                wanted.append((places[:, readers] == g).any(axis=1))
+        limits.append((terms, room / scale))
+    width = count + 1 + len(wanted)
+    uses = sparse.hstack(
+        [sparse.csr_array(np.array(wanted, dtype=float).reshape(len(wanted), count)), np.zeros((len(wanted), 1)),
+         -sparse.eye_array(len(wanted))],
     )  # fmt: skip
+    rooms = sparse.lil_array((len(limits), width))
+    for i, (terms, _) in enumerate(limits):
+        for c, v in terms.items():
+            rooms[i, count + 1 + c] = v
+    loads = sparse.csr_array(np.concatenate((table, -np.ones((len(table), 1)), np.zeros((len(table), len(wanted)))), axis=1))
+    one = sparse.csr_array(np.concatenate((np.ones((1, count)), np.zeros((1, 1 + len(wanted)))), axis=1))
+    answer = milp(
+        np.eye(1, width, count)[0],
+        integrality=np.concatenate((np.zeros(count + 1), np.ones(len(wanted)))),
+        bounds=Bounds(0, np.concatenate((np.ones(count), [np.inf], np.ones(len(wanted))))),
+        constraints=[
+            LinearConstraint(sparse.vstack([loads, uses]).tocsr(), -np.inf, 0.0),
+            LinearConstraint(rooms.tocsr(), -np.inf, np.array([room for _, room in limits])),
+            LinearConstraint(one, 1.0, 1.0),
+        ],
+        options={"time_limit": seconds, "mip_rel_gap": gap},
+    )
     if answer.x is not None:
-        chosen = [(names[i], float(answer.x[i])) for i in range(count) if answer.x[i] > 1e-6]
-        if chosen and _union_fits(mix, [p for p, _ in chosen]):
-            return chosen
+        # The shares anew, over the plans that what is resident allows.
+        resident = answer.x[count + 1 :] > 0.5
+        ready = np.flatnonzero(~(np.array(wanted).reshape(len(wanted), count) & ~resident[:, None]).any(axis=0))
+        if len(ready):
+            chosen = [(names[int(ready[i])], share) for i, share in _shares(table[:, ready])[0]]
+            if chosen and _union_fits(mix, [p for p, _ in chosen]):
+                return chosen
     return [(names[int(table.max(axis=0).argmin())], 1.0)]
 
 
-def _price_in(mix, pool, add, shares, value, prices, bound, gap, deadline):  # type: ignore[no-untyped-def]
+def _price_in(
+    mix: Mix,
+    pool: Mapping[Placement, Worth],
+    add: Callable[[Sequence[int]], bool],
+    shares: list[tuple[Placement, float]],
+    value: float,
+    prices: np.ndarray,
+    bound: float,
+    gap: float,
+    deadline: float,
+) -> tuple[list[tuple[Placement, float]], float]:
     """Add plans that are cheaper under the prices than those chosen, while that helps and time is left."""
     for _ in range(40):
         if value - bound <= gap * value or time.perf_counter() > deadline:
@@ -496,11 +602,12 @@ def _price_in(mix, pool, add, shares, value, prices, bound, gap, deadline):  # t
             fresh |= add(_descend(mix, placement, prices, deadline))
         if not fresh:
             break
-        shares, better, prices = _master(mix, pool)
-        if better >= value * (1 - 1e-7):
-            value = better
+        found, better, prices = _master(mix, pool)
+        before = value
+        if better <= value:
+            shares, value = found, better
+        if better >= before * (1 - 1e-7):
             break
-        value = better
     return shares, value
 
 
@@ -592,7 +699,7 @@ def _descend(mix: Mix, start: Placement, prices: np.ndarray, deadline: float) ->
 def _improve(mix: Mix, start: Placement, deadline: float, bound: float, gap: float) -> Placement:
     """A local optimum of the busiest resource, ties broken by the sum of squares of all."""
     allowed, loads = mix.allowed, _Loads(mix, start)
-    tight = any(np.isfinite(g.memory) for g in mix.groups) and bool(mix.residents)
+    tight = any(np.isfinite(g.memory) for g in mix.groups)
 
     def score() -> tuple[float, float]:
         busy = loads.busy()
@@ -629,8 +736,6 @@ def _exact(mix: Mix, start: Placement, bound: float, gap: float, deadline: float
     value = float(resources(mix, worth(mix, start)).max(initial=0.0))
     if value - bound <= gap * value:
         return start
-    from .relaxation import integer_plan
-
     left = deadline - time.perf_counter()
     found = integer_plan(mix, value, min(left, 5.0), gap / 4) if left > 0.05 else None
     if found is not None and _possible(mix, found):
@@ -668,15 +773,16 @@ def _named(mix: Mix, placement: Placement, share: float, of: Worth) -> SharedPla
     return SharedPlan(share, names, float(resources(mix, of).max(initial=0.0)))
 
 
-def _loads(mix: Mix, chosen: Sequence[tuple[Worth, float]]) -> dict[str, tuple[float, float, float]]:
+def _loads(mix: Mix, chosen: Sequence[tuple[Placement, Worth, float]]) -> dict[str, tuple[float, float, float]]:
     found = {}
+    memory = _union(mix, [p for p, _, _ in chosen])
     sizes = np.array([g.size for g in mix.groups], dtype=float)
     pairs = np.outer(sizes, sizes)
     for g, group in enumerate(mix.groups):
-        compute = sum(s * w.compute[g] for w, s in chosen) / group.size
-        link = sum((s * w.link for w, s in chosen), np.zeros((len(mix.groups),) * 2)) / pairs
+        compute = sum(s * w.compute[g] for _, w, s in chosen) / group.size
+        link = sum((s * w.link for _, w, s in chosen), np.zeros((len(mix.groups),) * 2)) / pairs
         transfer = max(link[g].max(initial=0.0), link[:, g].max(initial=0.0))
-        found[group.name] = (float(compute), float(transfer), float(max((w.memory[g] for w, _ in chosen), default=0.0)))
+        found[group.name] = (float(compute), float(transfer), float(memory[g]))
     return found
 
 

@@ -291,7 +291,7 @@ class _Rows:
 
 
 def integer_plan(mix: Mix, upper: float, time_limit: float, gap: float) -> tuple[int, ...] | None:
-    """A placement by ``scipy.optimize.milp`` on the same rows with x integral, None where it finds none better than ``upper`` in time."""
+    """A placement by ``scipy.optimize.milp`` on the same rows with x integral; None if none better than ``upper`` is found in time."""
     rows = _Rows(mix, upper)
     rows.assign()
     rows.moves()
@@ -326,8 +326,8 @@ def certified(
 ) -> float:
     """A lower bound on min cost·v over a v ≤ b, e v = f, 0 ≤ v ≤ upper, from any y ≤ 0 and any w.
 
-    For feasible v: cost·v ≥ b·y + f·w + Σ_j (cost − aᵀy − eᵀw)_j v_j, and a negative factor is least at v_j = upper_j. One part in
-    10¹² of the sum of absolute terms is taken off for the rounding of the sums.
+    For feasible v: cost·v ≥ b·y + f·w + Σ_j (cost − aᵀy − eᵀw)_j v_j, and a negative factor is least at v_j = upper_j. One part
+    in 10¹² of the sum of absolute terms is taken off for the rounding of the sums.
     """
     if not (np.isfinite(y).all() and np.isfinite(w).all()):
         return -math.inf

@@ -1391,6 +1391,8 @@ class _Machine:
             table = np.stack([np.broadcast_to(v, shape)[chosen].astype(np.int64) for v in values], axis=1)
             where = np.broadcast_to(address, shape)[chosen]
             for descriptor in np.unique(where):
+                if int(descriptor) < WINDOW:  # a map in global memory is read itself
+                    self.recorder.mark(False, np.array([descriptor], np.int64), 128)
                 mine = np.unique(table[where == descriptor], axis=0)
                 map_ = self._map_at(int(descriptor), op)
                 if len(map_.shape) != rank:

@@ -589,7 +589,7 @@ class _Parser:
         tokens, first = self.tokens, self.at
         self.at += 1
         base: Name | None = None
-        offset = 0
+        offset, written = 0, False
         at = self.at
         if IDENTIFIER.match(tokens[at]) and tokens[at] != "generic":
             base = self.names.get(tokens[at]) or self.names.setdefault(tokens[at], Name(tokens[at]))
@@ -599,6 +599,7 @@ class _Parser:
                 self.at += 1
                 offset = self.integer("an offset in bytes")
                 offset = -offset if negative else offset
+                written = offset == 0
         else:
             value = self.constant()
             if isinstance(value, Literal) and isinstance(value.value, int):
@@ -625,7 +626,7 @@ class _Parser:
             else:
                 coordinates = (*coordinates, self.operand())
         self.take("]")
-        return Address(base, offset, coordinates, sampler)
+        return Address(base, offset, coordinates, sampler, written)
 
     # -- constant expressions
 

@@ -51,13 +51,15 @@ class Offset:
 class Address:
     """`[base + offset]`, in bytes, or `arr[3]` outside of mov. `base` is None where the address is a constant.
 
-    `coordinates` are those of `[map, {x, y}]`.
+    `coordinates` are those of `[map, {x, y}]`. `written` says that an offset of zero was written out: ptxas adds it without
+    optimization, so it is printed again; it makes no other address.
     """
 
     base: Name | None
     offset: int
     coordinates: tuple[Operand, ...] = ()
     sampler: Name | None = None
+    written: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

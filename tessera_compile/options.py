@@ -14,10 +14,13 @@ from .passes.cluster import Cluster
 from .passes.errors import ClusterError, OptionsError
 
 _POLICIES = ("latency", "throughput", "auto")
-_PLANNERS = ("milp", "single", "alternate", "random:SEED", "a saved plan's path ending in .json")
+_PLANNERS = ("milp", "single", "layers", "attention-ffn", "alternate", "random:SEED", "a saved plan's path ending in .json")
 #: Options of later versions, and the values that ask for what this one does anyway.
 _LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off"), "transport": ("auto",), "cuda_graphs": (False,)}
-_LATER_PLANNERS = ("layers", "attention-ffn", "prefill-decode", "replicas")
+_OTHER_PLANNERS = {
+    "prefill-decode": "plan the graphs of several phases with tessera_compile.plan_together, which chooses it where it is best",
+    "replicas": "one plain call runs one plan; replicas serve many requests, which needs the engine of a later version",
+}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -139,10 +142,10 @@ class Options:
         choice("profile", ("measure", "model"))
         choice("codegen", ("inductor", "eager", "null"))
         planner = self.planner
-        if planner in _LATER_PLANNERS:
-            raise OptionsError(f"planner={planner!r}: not in this version; it takes {', '.join(_PLANNERS)}")
+        if planner in _OTHER_PLANNERS:
+            raise OptionsError(f"planner={planner!r}: {_OTHER_PLANNERS[planner]}; an option takes {', '.join(_PLANNERS)}")
         if not (
-            planner in ("milp", "single", "alternate", "random")
+            planner in ("milp", "single", "layers", "attention-ffn", "alternate", "random")
             or (isinstance(planner, str) and (re.fullmatch(r"random:\d+", planner) or planner.endswith(".json")))
         ):
             raise OptionsError(f"planner={planner!r}; it takes {', '.join(_PLANNERS)}")

@@ -109,9 +109,7 @@ def _verdict(plan: Plan) -> str:
     what = "bottleneck" if plan.objective == "throughput" else "makespan"
     if plan.objective == "throughput" and len(plan.baselines) == len(plan.devices) > 1 and all(plan.baselines.values()):
         together = 1 / sum(1 / us for us in plan.baselines.values())
-        what = (
-            f"a replica on each device would serve a request every {together:.1f} µs (mixtures are not in this version); {what}"
-        )
+        what = f"a replica on each device would serve a request every {together:.1f} µs (`tessera advise` mixes plans); {what}"
     alone = [f"{d} alone {us:.1f} µs ({us / plan.value_us:.3f}×)" for d, us in plan.baselines.items() if plan.value_us > 0]
     return f"{what} {plan.value_us:.1f} µs; " + ("; ".join(alone) if alone else "no device fits it alone")
 

@@ -1,6 +1,7 @@
 """Placements without a solver."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_no_kernels(planner):
 
 @pytest.mark.parametrize("planner", ["", "Single", "milp", "randomly", "single:1", "random:seven"])
 def test_unknown_planner(planner):
-    with pytest.raises(PlanError, match="known: single, alternate, random:SEED"):
+    with pytest.raises(PlanError, match="known: single, layers, attention-ffn, alternate, random:SEED"):
         place(planner, synthetic([], 1), even(1, 2), cpus(2))
 
 
@@ -83,3 +84,31 @@ def test_single_prefers_a_device_that_holds_the_graph():
 def test_single_where_no_device_can_run_everything():
     with pytest.raises(PlanError, match="no one device"):
         place("single", synthetic([(0, 1)], 2), profile_of([[1, None], [None, 1]]), cpus(2))
+
+
+def in_modules(ddg, modules):
+    """The graph with the module paths of its kernels replaced."""
+    graph = ddg.graph["kernels"]
+    kernels = tuple(replace(k, module=m) for k, m in zip(graph.kernels, modules, strict=True))
+    ddg.graph["kernels"] = replace(graph, kernels=kernels)
+    return ddg
+
+
+def test_layers_takes_the_best_cut_in_the_better_order():
+    """Layers of 10, 10, 10, 30 µs on d0 and 20, 20, 20, 10 on d1: the last alone on d1, 30 against 10 + transfers."""
+    ddg = in_modules(synthetic([(0, 1), (1, 2), (2, 3)], 4), [f"model.layers.{i}.mlp" for i in range(4)])
+    placement = place("layers", ddg, profile_of([[10, 20], [10, 20], [10, 20], [30, 10]]), cpus(2))
+    assert list(placement.values()) == ["d0", "d0", "d0", "d1"]
+
+
+def test_attention_and_feed_forward_apart():
+    modules = ["model.embed", "layers.0.self_attn", "layers.0.mlp", "layers.1.self_attn", "layers.1.mlp"]
+    ddg = in_modules(synthetic([(i, i + 1) for i in range(4)], 5), modules)
+    placement = place("attention-ffn", ddg, profile_of([[1, 1], [50, 10], [10, 50], [50, 10], [10, 50]]), cpus(2))
+    assert [placement[f"k{i}"] for i in range(1, 5)] == ["d1", "d0", "d1", "d0"]
+
+
+@pytest.mark.parametrize(("planner", "needs"), [("layers", "two layers or more"), ("attention-ffn", "named for attention")])
+def test_a_split_without_its_modules_says_what_it_needs(planner, needs):
+    with pytest.raises(PlanError, match=needs):
+        place(planner, synthetic([(0, 1)], 2), even(2, 2), cpus(2))

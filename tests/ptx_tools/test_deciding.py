@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera_compile.ptx_tools import Kind, Module, PtxError, Verdict, parse, verdict
+from tessera_compile.ptx_tools import Kind, PtxError, Verdict, parse, verdict
 from tests.ptx_tools.corpus import static_files, triton_cases, triton_ptx
+from tests.ptx_tools.launching import probe
 
 # Reasons, as far as a verdict needs one:
 # - a spin lock only repeats accesses that have happened (k_atomics, cuda_atomic); an assert only stops the kernel (k_inductor_where)
@@ -92,26 +93,12 @@ def test_triton_kernels_of_the_corpus(case: str):
 
 # -- the ways of a loaded value
 
-HEAD = """.version 8.7
-.target sm_90a
-.address_size 64
-"""
-FRAME = """.visible .entry k(.param .u64 p, .param .u64 q, .param .u32 n, .param .align 64 .b8 m[128])
-{ .reg .b64 %rd<16>; .reg .b32 %r<16>; .reg .b16 %h<8>; .reg .pred %p<8>; .reg .f32 %f<8>; .reg .b128 %q<4>;
-  .shared .align 16 .b8 sm[1024]; .shared .align 8 .b64 bar; .local .align 8 .b8 lo[64];
-  ld.param.u64 %rd1, [p]; ld.param.u64 %rd2, [q]; ld.param.u32 %r1, [n]; mov.u32 %r2, %tid.x;
-  mul.wide.u32 %rd3, %r2, 4; add.u64 %rd4, %rd1, %rd3; add.u64 %rd5, %rd2, %rd3; mov.u32 %r9, sm; mov.u64 %rd9, m; cvta.param.u64 %rd8, %rd9;
-"""
 LOAD = "ld.global.u32 %r3, [%rd4];"
 STORE = "mul.wide.u32 %rd6, %r4, 4; add.u64 %rd7, %rd2, %rd6; st.global.u32 [%rd7], 0;"
 
 
-def kernel(body: str, declarations: str = "") -> Module:
-    return parse(f"{HEAD}{declarations}\n{FRAME}{body}\nret; }}", name="probe.ptx")
-
-
 def decide(body: str, declarations: str = "") -> Verdict:
-    return verdict(kernel(body, declarations), "k")
+    return verdict(probe(body, declarations), "k")
 
 
 GUARDED_BY_P = {
@@ -364,4 +351,4 @@ def test_a_store_of_other_threads_reaches_a_load():
 
 def test_the_verdict_names_the_missing_kernel():
     with pytest.raises(PtxError, match="has no kernel 'other'; it has k"):
-        verdict(kernel(""), "other")
+        verdict(probe(""), "other")
