@@ -1,8 +1,10 @@
 """The planner at scale and on a real kernel census: ``python -m benchmarks.planner [--json FILE]``.
 
-1. Synthetic graphs: kernels in layers of 30 with skip edges between layers, times of unlike devices drawn at random, 200 Gbps and 10 µs a
+1. Synthetic graphs: kernels in layers of 30 with skip edges between layers, times of unlike devices drawn at random, 200 Gbps
+   and 10 µs a
    transfer. Seconds, and the proven gap of the mixture and of the best single plan.
-2. The census of gpt-oss-20B on an A100 and an L40S: how many times as many mixes a second as two replicas, beside the bound, the coarse
+2. The census of gpt-oss-20B on an A100 and an L40S: how many times as many mixes a second as two replicas, beside the bound,
+   the coarse
    mixtures people use, two A100s and two L40S, for links of 200 and 25 Gbps and 10 to 200 µs a transfer.
 """
 
@@ -60,7 +62,14 @@ def synthetic(count: int, sizes: tuple[int, ...], seed: int = 0) -> Mix:
 def scale() -> list[dict[str, Any]]:
     rows = []
     print("kernels  devices    seconds  gap of the mixture  gap of one plan  replicas take")
-    for count, sizes in ((1000, (1,) * 2), (1000, (1,) * 3), (1000, (1,) * 4), (1000, (1,) * 8), (1000, (8, 8)), (5000, (1,) * 2)):
+    for count, sizes in (
+        (1000, (1,) * 2),
+        (1000, (1,) * 3),
+        (1000, (1,) * 4),
+        (1000, (1,) * 8),
+        (1000, (8, 8)),
+        (5000, (1,) * 2),
+    ):
         started = time.perf_counter()
         plan = best_mixture(synthetic(count, sizes), gap=0.01)
         seconds = time.perf_counter() - started

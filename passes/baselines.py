@@ -93,11 +93,15 @@ def _layers(mix: Mix) -> Iterator[Placement]:
         return
     size = len(mix.groups)
     position = {layer: i for i, layer in enumerate(layers)}
-    depth = [position.get(layer, 0) for layer in mix.layers]
+    depth: list[int] = []
+    reached: dict[int, int] = {}
+    for layer, workload in zip(mix.layers, mix.workload.tolist(), strict=True):
+        depth.append(reached.get(workload, 0) if layer < 0 else position[layer])
+        reached[workload] = depth[-1]
     if size == 2:
-        for order in ((0, 1), (1, 0)):
-            for cut in range(1, len(layers)):
-                yield tuple(order[d >= cut] for d in depth)
+        for cut in range(1, len(layers)):
+            yield tuple(int(d >= cut) for d in depth)
+            yield tuple(int(d < cut) for d in depth)
         return
     orders = list(itertools.permutations(range(size))) if size <= 4 else [tuple(range(size)), tuple(reversed(range(size)))]
     for order in orders:

@@ -20,17 +20,19 @@ from typing import Any, Literal
 
 from .errors import ClusterError
 
-DeviceKind = Literal["cpu", "modelled"]
+DeviceKind = Literal["cpu", "cuda", "modelled"]
 
 #: Latency of a transfer between modelled GPUs unless the cluster string says otherwise, µs (kernel launch + copy set-up).
 DEFAULT_LATENCY_US = 10.0
+#: Latency of a copy between two slices of one GPU, µs, issued from the host on an H200; measured links replace it.
+SLICE_LATENCY_US = 5.0
 #: Latency of a hand-over between two CPU lanes, µs: waking a thread; 12 to 65 µs were seen on a two-core machine.
 CPU_LATENCY_US = 30.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """Something that runs kernels: a CPU lane, or a GPU known by its data sheet alone.
+    """Something that runs kernels: a CPU lane, a GPU of this machine or a slice of one, or a GPU known by its data sheet alone.
 
     ``memory`` is bytes free for a model; ``tflops`` dense bf16 TFLOP/s; ``gb_per_s`` memory bandwidth in 1e9 bytes/s;
     ``sms`` multiprocessors and ``boost_ghz`` their clock; ``price`` dollars an hour. Zero means unknown.
@@ -349,4 +351,6 @@ def _link(a: Device, b: Device, link: re.Match[str], catalogue: Mapping[str, Map
         known = [float(catalogue[d.type]["link_gb_per_s"]) for d in (a, b) if d.type in catalogue]
         gb_per_s = min(known) if known else max(1.0, a.gb_per_s / 2)
     latency = CPU_LATENCY_US if a.kind == b.kind == "cpu" else DEFAULT_LATENCY_US
+    if a.kind == b.kind == "cuda" and a.name.split("/")[0] == b.name.split("/")[0] and link[1] is None:
+        gb_per_s, latency = max(1.0, a.gb_per_s / 2), SLICE_LATENCY_US  # one memory, read once and written once
     return Link(gb_per_s, float(link[3]) if link[3] is not None else latency)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from .errors import PlanError
-from .mix import Group, Mix, fits, resources, worth
-from .mixture import MixPlan, best_mixture
+from .mix import Group, Mix, makespan, value, worth
+from .mixture import MixPlan, best_mixture, fastest_request
 
 SAME = 0.01
 """Times closer than this, relatively, are a tie."""
@@ -40,8 +41,8 @@ class Why:
         if self.reason is Reason.INFEASIBLE:
             return f"{self.kernel} on {self.chosen}: INFEASIBLE on {self.target}"
         return (
-            f"{self.kernel} on {self.chosen} ({self.chosen_us:.1f} µs), not {self.target} ({self.target_us:.1f} µs): {self.reason}; moved "
-            f"alone, a mix takes {self.moved_us:.1f} µs instead of {self.value_us:.1f}"
+            f"{self.kernel} on {self.chosen} ({self.chosen_us:.1f} µs), not {self.target} ({self.target_us:.1f} µs): {self.reason}; "
+            f"moved alone, a mix takes {self.moved_us:.1f} µs instead of {self.value_us:.1f}"
         )
 
 
@@ -54,11 +55,12 @@ def compare(chosen_us: float, target_us: float) -> Reason:
     return Reason.CHOSEN_CHEAPER if chosen_us < target_us else Reason.TARGET_CHEAPER
 
 
-def why(mix: Mix, placement: Mapping[str, str], kernel: str, target: str) -> Why:
-    """Why ``kernel`` is not on ``target``. ``placement`` is a plan's. Raises PlanError for names that are not there.
+def why(mix: Mix, placement: Mapping[str, str], kernel: str, target: str, objective: str = "throughput") -> Why:
+    """Why ``kernel`` is not on ``target``. ``placement`` is a plan's, made for ``objective``. Raises PlanError for names that are not
+    there.
 
-    TARGET CHEAPER is no mistake: the kernel would be faster there by itself, but that group is the busier one, or its values would have to
-    move; ``moved_us`` says what the move would cost.
+    TARGET CHEAPER is no mistake: the kernel would be faster there by itself, but that group is the busier one, or its values would
+    have to move; ``moved_us`` says what the move would cost.
     """
     names = [g.name for g in mix.groups]
     if kernel not in mix.kernels:
@@ -67,25 +69,33 @@ def why(mix: Mix, placement: Mapping[str, str], kernel: str, target: str) -> Why
         raise PlanError(f"no group {target!r}; there are {', '.join(names)}")
     at = [names.index(placement[k]) for k in mix.kernels]
     k, to = mix.kernels.index(kernel), names.index(target)
-    before = float(resources(mix, worth(mix, at)).max())
+    value_of = value if objective == "throughput" else makespan
+    before = value_of(mix, at)
     chosen_us, target_us = float(mix.times[k, at[k]]), float(mix.times[k, to])
     moved = math.inf
     if mix.allowed[k, to]:
-        moved = float(resources(mix, worth(mix, [*at[:k], to, *at[k + 1 :]])).max())
+        moved = value_of(mix, [*at[:k], to, *at[k + 1 :]])
     reason = compare(chosen_us, target_us) if mix.allowed[k, to] else Reason.INFEASIBLE
     return Why(kernel, names[at[k]], target, reason, chosen_us, target_us, before, moved)
 
 
-def matter_most(mix: Mix, placement: Mapping[str, str], count: int = 10) -> list[Why]:
-    """The kernels whose best single move elsewhere would cost most, worst first."""
+def matter_most(
+    mix: Mix, placement: Mapping[str, str], count: int = 10, objective: str = "throughput", time_limit: float = 20.0
+) -> list[Why]:
+    """The kernels whose best single move elsewhere would cost most, worst first; of those that could be tried in ``time_limit``."""
     names = [g.name for g in mix.groups]
-    found = []
-    for kernel in mix.kernels:
-        moves = [why(mix, placement, kernel, name) for name in names if name != placement[kernel]]
-        open_ = [w for w in moves if math.isfinite(w.moved_us)]
-        if open_:
-            found.append(min(open_, key=lambda w: w.moved_us))
-    return sorted(found, key=lambda w: -w.moved_us)[:count]
+    at = [names.index(placement[k]) for k in mix.kernels]
+    value_of = value if objective == "throughput" else makespan
+    deadline = time.perf_counter() + time_limit
+    found: list[tuple[float, int, int]] = []
+    for k, row in enumerate(mix.allowed):
+        moves = [(value_of(mix, [*at[:k], g, *at[k + 1 :]]), k, g) for g in range(len(names)) if row[g] and g != at[k]]
+        if moves:
+            found.append(min(moves))
+        if time.perf_counter() > deadline:
+            break
+    worst = sorted(found, key=lambda item: -item[0])[:count]
+    return [why(mix, placement, mix.kernels[k], names[g], objective) for _, k, g in worst]
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
@@ -110,7 +120,8 @@ def sensitivity(mix: Mix, plan: MixPlan, *, time_limit: float = 10.0) -> Sensiti
     changes = []
 
     def again(what: str, changed: Mix) -> None:
-        found = best_mixture(changed, time_limit=time_limit)
+        planner = best_mixture if plan.objective == "throughput" else fastest_request
+        found = planner(changed, time_limit=time_limit)
         changes.append((what, found.bottleneck_us, plan.bottleneck_us / found.bottleneck_us if found.bottleneck_us else 1.0))
 
     if mix.links:
@@ -128,7 +139,8 @@ def same_budget(mix: Mix) -> dict[str, float]:
     """What the money, or the number of devices, would reach in one type alone: name → µs of a mix.
 
     ``all NAME``: as many devices as there are, all of that type. ``dollars in NAME``: as many as the price of all pays for (whole
-    ones), where prices are known. Each serves whole requests, as replicas do. Types that cannot hold or run the model are left out.
+    ones), where prices are known. Each serves whole requests, as replicas do. Types that cannot hold or run the model are left
+    out.
     """
     count = sum(g.size for g in mix.groups)
     budget = sum(g.size * g.price for g in mix.groups)
@@ -138,7 +150,7 @@ def same_budget(mix: Mix) -> dict[str, float]:
         if not mix.allowed[:, i].all():
             continue
         of = worth(mix, placement)
-        if not fits(mix, of):
+        if of.memory[i] > group.memory:
             continue
         alone = float(of.compute[i])
         found[f"all {group.name}"] = alone / count

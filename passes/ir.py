@@ -202,8 +202,8 @@ class Timing:
 class Profile:
     """Time of each kernel on each device: ``times[kernel][device]``. A missing device means the kernel cannot run there.
 
-    ``calibration`` is, for each device, the time of the whole graph over the sum of its kernels' times alone; it is contained in
-    ``times`` already. ``cut_us`` is the price of a cut: µs that a device loses each time a segment ends for a transfer.
+    ``calibration`` is, for each device, the time of the whole graph over the sum of its kernels' times alone; it is contained
+    in ``times`` already. ``cut_us`` is the price of a cut: µs that a device loses each time a segment ends for a transfer.
     """
 
     times: Mapping[str, Mapping[str, Timing]]
@@ -267,9 +267,10 @@ class Plan:
 
     ``bottleneck_us`` is the busiest device's time per request (throughput), ``makespan_us`` one request's time from start to
     end (latency). ``bound_us`` is proven: no placement does better on the plan's own objective. ``gap`` is
-    (value − bound) / value. ``certified_us`` is a bound, perhaps lower, that does not rest on the solver's word. ``baselines`` maps
-    simpler plans to their value on the same objective. ``home`` is the device that holds the caller's tensors: inputs start there,
-    outputs and written state end there. ``times`` are the kernels' µs on each device that can run them.
+    (value − bound) / value. ``certified_us`` is a bound, perhaps lower, that does not rest on the solver's word.
+    ``baselines`` maps simpler plans to their value on the same objective. ``home`` is the device that holds the caller's
+    tensors: inputs start there, outputs and written state end there. ``times`` are the kernels' µs on each device that can
+    run them.
     """
 
     placement: Mapping[str, str]
@@ -310,8 +311,8 @@ class Plan:
     def explain(self, kernel: str, device: str) -> str:
         """Why ``kernel`` is not on ``device``: CHOSEN CHEAPER, TARGET CHEAPER, INFEASIBLE or TIE, with the µs of both.
 
-        TARGET CHEAPER is no mistake: alone the kernel would be faster there, but that device is the busier one, or its values would
-        have to move.
+        TARGET CHEAPER is no mistake: alone the kernel would be faster there, but that device is the busier one, or its values
+        would have to move.
         """
         if kernel not in self.placement:
             raise PlanError(f"no kernel {kernel!r} in this plan")

@@ -200,7 +200,7 @@ def makespan(mix: Mix, placement: Sequence[int]) -> float:
     for w, name in enumerate(mix.workloads):
         free = [0.0] * len(mix.groups)
         last = 0.0
-        for k in np.flatnonzero(mix.workload == w):
+        for k in np.flatnonzero(mix.workload == w).tolist():
             g = placement[k]
             start = free[g]
             for source, us in arrivals[k]:
@@ -212,41 +212,44 @@ def makespan(mix: Mix, placement: Sequence[int]) -> float:
     return float(total)
 
 
-def longest_path(mix: Mix) -> tuple[float, bool]:
-    """µs of the longest path through each workload with every kernel where it is fastest and moves free: no placement's makespan
-    is less. And whether each workload is a chain, in which kernels can only run one at a time."""
+def longest_paths(mix: Mix) -> list[list[int]]:
+    """Of each workload, the kernels of its longest path with every kernel where it is fastest and moves free. They run one at a
+    time; where all kernels of a workload are on it, it is a chain."""
     fastest = np.where(mix.allowed, mix.times, np.inf).min(axis=1, initial=np.inf)
     before: list[set[int]] = [set() for _ in mix.kernels]
     for move in mix.moves:
         for reader in move.readers:
-            if move.source != HOME and mix.workload[reader] == mix.workload[move.source]:
+            if move.source != HOME and mix.workload[reader] == mix.workload[move.source] and move.source < reader:
                 before[reader].add(move.source)
-    length = np.zeros(len(mix.kernels))
-    depth = np.zeros(len(mix.kernels), dtype=int)
-    total, chain = 0.0, True
-    for w, name in enumerate(mix.workloads):
-        members = np.flatnonzero(mix.workload == w)
-        for k in members:
-            length[k] = fastest[k] + max((length[s] for s in before[k] if s < k), default=0.0)
-            depth[k] = 1 + max((depth[s] for s in before[k] if s < k), default=0)
-        if len(members):
-            total += mix.weights[name] * float(length[members].max())
-            chain &= int(depth[members].max()) == len(members)
-    return total, chain
+    best: list[
+        tuple[float, int]
+    ] = []  # µs and kernels of the longest path to each kernel: of two equal ones, that of more kernels
+    came: list[int] = []
+    for k, sources in enumerate(before):
+        us, count, source = max(((*best[s], s) for s in sources), default=(0.0, 0, HOME))
+        best.append((us + float(fastest[k]), count + 1))
+        came.append(source)
+    paths = []
+    for w in range(len(mix.workloads)):
+        members = np.flatnonzero(mix.workload == w).tolist()
+        k = max(members, key=lambda k: best[k], default=HOME)
+        path = []
+        while k != HOME:
+            path.append(k)
+            k = came[k]
+        paths.append(path[::-1])
+    return paths
 
 
-def waits(mix: Mix) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-    """Of the moves of a mix of chains, those that a request cannot but wait for, so that their times add up: within workloads,
-    the biggest between each two neighbours, to the first kernel, from the last one home; and those of state between workloads.
+def waits(mix: Mix, paths: Sequence[Sequence[int]]) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    """Of the moves, those that a request cannot but wait for, so that their times add up: along one path of each workload, the
+    biggest between each two neighbours, to the first kernel, from the last one home; and those of state between workloads.
 
     Other moves (over skip edges, of inputs read late) may be hidden behind the compute of the kernels between, so a bound on the
     makespan cannot count them.
     """
-    before: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for k, w in enumerate(mix.workload.tolist()):
-        before[k] = last.get(w, HOME)
-        last[w] = k
+    before = {k: source for path in paths for source, k in itertools.pairwise([HOME, *path])}
+    last = {path[-1] for path in paths if path}
     biggest: dict[tuple[int, int], Move] = {}
     later = []
 
@@ -260,47 +263,48 @@ def waits(mix: Mix) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
         if move.unless is not None:
             continue
         for reader in move.readers:
-            if move.source == before[reader]:
+            if reader in before and move.source == before[reader]:
                 wait(move.source, reader, move)
         if move.source == HOME:
             continue
-        home = int(mix.workload[move.source])
-        if move.to_home and move.source == last[home]:
+        if move.to_home and move.source in last:
             wait(move.source, HOME, move)
-        elsewhere = tuple(r for r in move.readers if int(mix.workload[r]) != home)
+        elsewhere = tuple(r for r in move.readers if mix.workload[r] != mix.workload[move.source])
         if elsewhere:
             later.append(Move(move.value, move.bytes, move.source, elsewhere, count=move.count))
     return tuple(biggest.values()), tuple(later)
 
 
-def fastest_chains(mix: Mix) -> tuple[tuple[int, ...], float]:
-    """The placement of a mix of chains with least Σ compute + Σ moves between neighbours, by dynamic programming, for any number
-    of groups; and that sum. No placement's makespan is less; where there are no other moves than these it is the makespan."""
+def fastest_chains(mix: Mix, paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], float]:
+    """The placement with least Σ compute + Σ moves between neighbours on the paths, by dynamic programming, for any number of
+    groups, other kernels where they are fastest; and that sum.
+
+    No placement's makespan is less. It is the makespan where the paths are all there is: chains without moves over skip edges.
+    """
     size = len(mix.groups)
     times = np.where(mix.allowed, mix.times, np.inf)
     between: dict[tuple[int, int], np.ndarray] = {}
-    for move in waits(mix)[0]:
+    for move in waits(mix, paths)[0]:
         costs = np.array([[mix.us(u, g, move.bytes) for g in range(size)] for u in range(size)])
         between[move.source, HOME if move.to_home else move.readers[0]] = costs
-    placement = [0] * len(mix.kernels)
+    placement = times.argmin(axis=1).tolist()
     total = 0.0
-    for w, name in enumerate(mix.workloads):
-        members = [int(k) for k in np.flatnonzero(mix.workload == w)]
-        if not members:
+    for name, path in zip(mix.workloads, paths, strict=True):
+        if not path:
             continue
-        best = times[members[0]].copy()
-        if (HOME, members[0]) in between:
-            best += between[HOME, members[0]][0]
+        best = times[path[0]].copy()
+        if (HOME, path[0]) in between:
+            best += between[HOME, path[0]][0]
         came = []
-        for before, k in itertools.pairwise(members):
+        for before, k in itertools.pairwise(path):
             reach = best[:, None] + between.get((before, k), np.zeros((size, size)))
             came.append(reach.argmin(axis=0))
             best = reach.min(axis=0) + times[k]
-        if (members[-1], HOME) in between:
-            best = best + between[members[-1], HOME][:, 0]
+        if (path[-1], HOME) in between:
+            best = best + between[path[-1], HOME][:, 0]
         g = int(best.argmin())
         total += mix.weights[name] * float(best[g])
-        for k, choice in zip(reversed(members), [None, *reversed(came)], strict=True):
+        for k, choice in zip(reversed(path), [None, *reversed(came)], strict=True):
             g = g if choice is None else int(choice[g])
             placement[k] = g
     return tuple(placement), total
@@ -391,8 +395,8 @@ def mix_of_graphs(
 ) -> Mix:
     """A mix of dependence graphs, each with its profile and weight.
 
-    Weights of one name and size in several graphs are one resident: prefill and decode of a model share them. Raises PlanError
-    for cyclic graphs and bad weights, ProfileError for missing times.
+    Weights and state of one storage (``ddg.graph["storages"]``: value → storage) in several graphs are one resident: prefill and
+    decode of a model share them. Raises PlanError for cyclic graphs and bad weights, ProfileError for missing times.
     """
     if not parts:
         raise PlanError("a mix needs at least one dependence graph")

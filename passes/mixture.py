@@ -33,7 +33,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from .baselines import Baselines, simple_plans
 from .errors import InfeasibleError
 from .ir import format_bytes
-from .mix import Mix, Worth, fastest_chains, fits, loads_of, longest_path, makespan, resources, waits, worth
+from .mix import Mix, Worth, fastest_chains, fits, loads_of, longest_paths, makespan, resources, waits, worth
 from .problem import HOME
 from .relaxation import Relaxed, integer_plan, relax
 
@@ -93,7 +93,8 @@ class MixPlan:
             f"(gap {100 * self.gap:.2f} %); {self.status}, {self.seconds:.2f} s",
         ]
         for name, us in sorted(self.baselines.items(), key=lambda item: item[1]):
-            lines.append(f"  {name:26} {us:12.1f} µs   ours is {us / self.bottleneck_us:.3f}x as fast")
+            ratio = us / self.bottleneck_us if self.bottleneck_us else 1.0
+            lines.append(f"  {name:26} {us:12.1f} µs   ours is {ratio:.3f}x as fast")
         if self.baselines:
             simplest = min(self.baselines.values())
             if simplest <= self.bottleneck_us * 1.001:
@@ -271,7 +272,6 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
     started = time.perf_counter()
     deadline = started + time_limit
     simple = simple_plans(mix)
-    path, chain = longest_path(mix)
     pool: dict[Placement, float] = {}
 
     def add(placement: Sequence[int]) -> None:
@@ -281,19 +281,20 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
 
     for placement in simple.placements():
         add(placement)
-    bound = path
+    bound = 0.0
     if time_limit > 0 and len(mix.kernels):
-        serial = mix
-        if chain:
-            placement, least = fastest_chains(mix)
-            add(placement)
-            bound = max(bound, least)
-            within, later = waits(mix)
-            serial = replace(mix, moves=(*within, *later))
-        if not chain or later:
+        paths = longest_paths(mix)
+        placement, bound = fastest_chains(mix, paths)
+        add(placement)
+        within, later = waits(mix, paths)
+        if later or sum(map(len, paths)) < len(mix.kernels):
+            counts = np.zeros(len(mix.kernels))
+            for path in paths:
+                counts[path] = mix.counts[path]
+            serial = replace(mix, moves=(*within, *later), counts=counts) if later else mix
             upper = min((float((w := worth(serial, p)).compute.sum() + w.link.sum()) for p in pool), default=_total(serial))
             relaxed = relax(serial, upper, max(0.05, time_limit / 2), one_at_a_time=True)
-            if chain:
+            if later:
                 bound = max(bound, relaxed.bound)
             if relaxed.x is not None:
                 for placement in _level_plans(mix, relaxed.x):
@@ -662,7 +663,7 @@ class _Loads:
 
 
 def _stretches(mix: Mix, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    found = [(k,) for k in range(len(mix.kernels))]
+    found: list[tuple[int, ...]] = [(k,) for k in range(len(mix.kernels))]
     for length in lengths:
         for start in range(0, len(mix.kernels) - length + 1, max(1, length // 2)):
             found.append(tuple(range(start, start + length)))

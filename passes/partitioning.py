@@ -9,7 +9,8 @@ solver works near 1. Terms are those of ``problem.py``. Equations, each added by
   output, are constants; one y per destination, however many readers                          :meth:`_Model.move`
 - r[w, g] ≥ x[k, g] for each k that reads w; u[g] ≥ x[k, g]; Σ_w bytes · r + inflight · peak · u ≤ memory of g
                                                                                                :meth:`_Model.fit`
-- throughput: C ≥ Σ_k t x[k, g] and C ≥ Σ m y on each link u→g; without overlap C ≥ Σ_k t x + Σ m y at g  :meth:`_Model.throughput`
+- throughput: C ≥ Σ_k t x[k, g] and C ≥ Σ m y on each link u→g; without overlap C ≥ Σ_k t x + Σ m y at g
+  :meth:`_Model.throughput`
 - latency, with s[k] the start of k and a[g, k] the time when g has finished the kernels up to k:  :meth:`_Model.latency`
   a[g, k] ≥ a[g, k−1]; a[g, k] ≥ s[k] + t[k, g] x[k, g] − B (1 − x[k, g]); s[k] ≥ a[g, k−1] − B (1 − x[k, g]);
   s[reader] ≥ s[source] + t[source] + m (x[source, u] + x[reader, g] − 1); C ≥ the same for outputs at home.
@@ -77,7 +78,8 @@ def partition(
     problem = make_problem(ddg, profile, cluster, inflight=inflight, overlap=overlap)
     graph: KernelGraph = ddg.graph["kernels"]
     allowed = _allowed(graph, problem, pins or {})
-    score: Callable[[Evaluation], float] = lambda e: e.bottleneck_us if objective == "throughput" else e.makespan_us  # noqa: E731
+    score: Callable[[Evaluation], float] = lambda e: e.bottleneck_us if objective == "throughput" else e.makespan_us  # noqa:
+    E731
 
     singles: dict[str, Evaluation] = {}
     for g, device in enumerate(problem.devices):
@@ -321,7 +323,8 @@ def _any_that_fits(problem: Problem, allowed: np.ndarray, time_limit: float) -> 
 
 
 def _incumbent(problem: Problem, allowed: np.ndarray, score: Callable[[Evaluation], float]) -> tuple[list[int] | None, float]:
-    """The best of the simple plans: one device, two devices split at one point of the order, each kernel where it is fastest."""
+    """The best of the simple plans: one device, two devices split at one point of the order, each kernel where it is
+    fastest."""
     count, devices = len(problem.kernels), len(problem.devices)
     fastest = np.where(allowed, problem.times, np.inf).argmin(axis=1)
     candidates = [[g] * count for g in range(devices)] + [list(map(int, fastest))]

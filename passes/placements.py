@@ -1,4 +1,5 @@
-"""Placements that need no solver: simple plans that people use, and two so that anyone can test that every placement is correct."""
+"""Placements that need no solver: simple plans that people use, and two so that anyone can test that every placement is
+correct."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ def place(planner: str, ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, 
     Args:
         planner: ``single``: of the devices that hold the graph, the one with the least makespan. ``layers`` and
             ``attention-ffn``: the best split by layers, or with attention on one device and feed-forward on another, as in
-            ``baselines.py``, by bottleneck. ``alternate``: round robin over the devices in the lowered order. ``random`` or ``random:SEED``: uniform, the same
-            for the same seed and graph.
+            ``baselines.py``, by bottleneck. ``alternate``: round robin over the devices in the lowered order. ``random`` or
+            ``random:SEED``: uniform, the same for the same seed and graph.
 
     Raises:
-        PlanError: no such planner; for ``single``, no device that can run every kernel; for ``layers`` and ``attention-ffn``, modules
+        PlanError: no such planner; for ``single``, no device that can run every kernel; for ``layers`` and ``attention-ffn``,
+        modules
             without layer numbers or without both kinds of block, or no split of the kind that fits.
     """
     graph: KernelGraph = ddg.graph["kernels"]

@@ -14,7 +14,7 @@ import networkx as nx
 from .cluster import Cluster
 from .errors import InfeasibleError, PlanError
 from .ir import Profile
-from .mix import Mix, mix_of_graphs
+from .mix import Mix, group_devices, mix_of_graphs
 from .mixture import MixPlan, best_mixture
 from .partitioning import matching
 
@@ -59,6 +59,9 @@ def plan_mix(
     """
     if not (isinstance(time_limit, int | float) and time_limit >= 0):
         raise PlanError(f"time_limit {time_limit!r} must be seconds, 0 or more")
+    plain = sum(not isinstance(part, Batches) for part, _ in parts)
+    if profiles is not None and len(profiles) != plain:
+        raise PlanError(f"{len(profiles)} profiles for {plain} plain graphs: give one for each, in order")
     given = iter(profiles or ())
     phases: list[dict[int, tuple[nx.DiGraph, Profile]]] = []
     for part, weight in parts:
@@ -75,21 +78,30 @@ def plan_mix(
     best: MixPlan | None = None
     refused: InfeasibleError | None = None
     choices = list(itertools.product(*(sorted(options) for options in phases)))
-    for choice in choices:
+    bounds = []
+    for number, choice in enumerate(choices):
         chosen = [(*options[b], weight / b) for options, b, (_, weight) in zip(phases, choice, parts, strict=True)]
-        left = max(0.0, time_limit - (time.perf_counter() - started)) / max(1, len(choices) // 2) if time_limit else 0.0
+        left = max(0.0, time_limit - (time.perf_counter() - started)) / (len(choices) - number)
         try:
             plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap)
         except InfeasibleError as error:
             refused = error
             continue
-        plan = replace(plan, batches=tuple(choice), seconds=time.perf_counter() - started)
+        plan = replace(plan, batches=tuple(choice))
+        bounds.append(plan.bound_us)
         if best is None or plan.bottleneck_us < best.bottleneck_us:
             best = plan
     if best is None:
         assert refused is not None
         raise refused
-    return replace(best, seconds=time.perf_counter() - started)
+    return replace(best, seconds=time.perf_counter() - started, **_proven(best, min(bounds), gap))
+
+
+def _proven(plan: MixPlan, bound: float, gap: float) -> dict[str, Any]:
+    """The plan's bound and status where other choices were bounded too: all that could have been chosen."""
+    bound = min(bound, plan.bound_us)
+    close = plan.bottleneck_us - bound <= max(gap, 1e-9) * plan.bottleneck_us
+    return {"bound_us": bound, "status": plan.status if close or not plan.status.startswith("optimal") else "heuristic"}
 
 
 def _plan(
@@ -101,7 +113,7 @@ def _plan(
     time_limit: float,
     gap: float,
 ) -> MixPlan:
-    grouped = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight), parts, pins)
+    grouped = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight), parts, pins, cluster)
     apart_needed = any(g.size > 1 for g in grouped.groups) and _memory_binds(grouped)
     try:
         best = best_mixture(grouped, time_limit=time_limit, gap=gap)
@@ -111,10 +123,16 @@ def _plan(
         best = None
     if best is None or apart_needed:
         # Identical devices that share the weights of one request: each is a group of its own.
-        alone = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False), parts, pins)
-        apart = best_mixture(alone, time_limit=time_limit, gap=gap)
+        alone = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False), parts, pins, cluster)
+        try:
+            apart = best_mixture(alone, time_limit=time_limit, gap=gap)
+        except InfeasibleError:
+            if best is None:
+                raise
+            return best
         if best is None or apart.bottleneck_us < best.bottleneck_us:
             return apart
+        return replace(best, **_proven(best, apart.bound_us, gap))
     return best
 
 
@@ -123,27 +141,32 @@ def _memory_binds(mix: Mix) -> bool:
     return any(total > g.memory for g in mix.groups)
 
 
-def pin(mix: Mix, parts: Sequence[tuple[Any, ...]], pins: Mapping[str, str]) -> Mix:
-    """The mix with kernels pinned by patterns over their names and module paths."""
-    fixed: dict[int, int] = {}
+def pin(mix: Mix, parts: Sequence[tuple[Any, ...]], pins: Mapping[str, str], cluster: Cluster) -> Mix:
+    """The mix with kernels pinned by patterns over their names and module paths, each to a device or a group of identical ones."""
+    fixed: dict[int, frozenset[int]] = {}
     for pattern, device in pins.items():
-        group = next((i for i, g in enumerate(mix.groups) if device == g.name or device in g.members), None)
-        if group is None:
-            raise PlanError(
-                f"pin {pattern!r} names {device!r}, which is not in the cluster ({', '.join(g.name for g in mix.groups)})"
-            )
+        members = next((g.members for g in group_devices(cluster) if device == g.name), (device,))
+        found = frozenset(i for i, g in enumerate(mix.groups) if device == g.name or set(members) & set(g.members))
+        if not found:
+            names = dict.fromkeys([*(g.name for g in mix.groups), *cluster.names])
+            raise PlanError(f"pin {pattern!r} names {device!r}, which is not in the cluster ({', '.join(names)})")
         base, hit = 0, 0
         for ddg, *_ in parts:
             graph = ddg.graph["kernels"]
-            names = set(matching(graph, pattern))
+            names_hit = set(matching(graph, pattern))
             for i, kernel in enumerate(graph.kernels):
-                if kernel.name in names:
+                if kernel.name in names_hit:
                     hit += 1
-                    if fixed.setdefault(base + i, group) != group:
+                    if fixed.setdefault(base + i, found) != found:
                         raise PlanError(f"kernel {kernel.name!r} is pinned to two devices; drop one pin")
             base += len(graph.kernels)
         if not hit:
             raise PlanError(f"pin {pattern!r} matches no kernel and no module")
-    pinned = replace(mix, pins=fixed)
+    times = mix.times.copy()
+    for k, groups in fixed.items():
+        if len(groups) > 1:  # The members of a group, each planned for alone.
+            times[k, [g for g in range(len(mix.groups)) if g not in groups]] = math.inf
+    pinned = replace(mix, times=times, pins={k: next(iter(groups)) for k, groups in fixed.items() if len(groups) == 1})
+    pinned.check()
     _ = pinned.allowed
     return pinned

@@ -5,13 +5,14 @@ m[v, u, g] = latency + bytes / bandwidth + price of a cut the time to move value
 
 - compute   T[g] = Σ_k t[k, g] over x[k] = g                                        (:func:`evaluate`)
 - link u→g  L[u, g] = Σ m[v, u, g] over the moves, one for each (value, destination); links are full duplex
-- throughput: where transfers overlap compute a link is a resource like a device, bottleneck = max(max_g T[g], max_{u,g} L[u, g]);
+- throughput: where transfers overlap compute a link is a resource like a device, bottleneck = max(max_g T[g], max_{u,g} L[u,
+  g]);
   where they can't, bottleneck = max_g (T[g] + Σ_u L[u, g] + Σ_u L[g, u])
 - latency: the makespan of list scheduling in the lowered order: a kernel starts when its device has finished the kernels
   before it and its inputs have arrived; a value arrives m after it was made; links do not queue.
 - memory of g: weights, constants and state of the kernels on g, plus, where any kernel runs there or it is home, ``inflight``
-  times the graph's peak of live activations. A lane runs its kernels in the lowered order, so it never holds more at once than is
-  live at one point of that order; the peak over the whole graph is therefore an upper bound for each lane.
+  times the graph's peak of live activations. A lane runs its kernels in the lowered order, so it never holds more at once
+  than is live at one point of that order; the peak over the whole graph is therefore an upper bound for each lane.
 
 Inputs start on the home device (the cluster's first); outputs and overwritten state end there.
 """

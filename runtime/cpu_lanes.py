@@ -90,7 +90,7 @@ class CpuLaneExecutor:
         names = [o for o in graph.outputs if o is not None]
         self._finish = codegen.compile(graph, [], names)
         self._constants = constants(graph)
-        self._literals = _literal_outputs(graph)
+        self._literals = literal_outputs(graph)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Runs the program once.
@@ -212,7 +212,7 @@ class CpuLaneExecutor:
                         state = {torch_compat.storage_key(env[name]) for name in self.graph.mutated if name in env}
                         # A compiler may have made the value in the storage of the state that it is copied into.
                         if not (isinstance(env[value], torch.Tensor) and torch_compat.storage_key(env[value]) in state):
-                            _fill(env[value])
+                            poison_tensor(env[value])
                     del env[value]
             elif not isinstance(instruction, Out):
                 raise ProgramError(f"CPU lanes cannot execute {instruction.to_text()!r}")
@@ -300,7 +300,7 @@ def lane_threads(lanes: int) -> int:
     return max(1, torch.get_num_threads() // lanes)
 
 
-def _fill(value: Any) -> None:
+def poison_tensor(value: Any) -> None:
     """Overwrites freed storage: NaN, or a value far outside any index."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return
@@ -312,7 +312,7 @@ def _fill(value: Any) -> None:
         value.fill_(torch.iinfo(value.dtype).max)
 
 
-def _literal_outputs(graph: KernelGraph) -> Sequence[Any]:
+def literal_outputs(graph: KernelGraph) -> Sequence[Any]:
     output = next(iter(reversed(graph.module.graph.nodes)))
     returned = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
     return [None if name is not None else value for name, value in zip(graph.outputs, returned, strict=True)]

@@ -5,10 +5,10 @@
         compiled[grid](arena["x_ptr"], arena["out_ptr"], n)
     record.footprint["x_ptr"].reads
 
-`compiled` is anything that launches the CUfunction in its attribute ``function``: a Triton ``CompiledKernel``, a kernel of Inductor's
-static launcher (give its PTX), or a :class:`PtxKernel`, which loads PTX of any origin. The function is replaced for the length of
-the block and put back, also when the launch fails. Nothing of the user's is launched on: the arena holds copies, in one
-allocation, so that recording needs one range check.
+`compiled` is anything that launches the CUfunction in its attribute ``function``: a Triton ``CompiledKernel``, a kernel of
+Inductor's static launcher (give its PTX), or a :class:`PtxKernel`, which loads PTX of any origin. The function is replaced
+for the length of the block and put back, also when the launch fails. Nothing of the user's is launched on: the arena holds
+copies, in one allocation, so that recording needs one range check.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ def recording(
 ) -> Iterator[Record]:  # fmt: skip
     """Replace ``kernel.function`` by an instrumented one for the length of the block.
 
-    ptx, name, threads, shared_bytes: of the kernel, where the object does not say (Inductor's static launcher). maps: tensor maps by
-    kernel parameter, for kernels that copy through them. events: how many bulk copies fit into the log.
+    ptx, name, threads, shared_bytes: of the kernel, where the object does not say (Inductor's static launcher). maps: tensor
+    maps by kernel parameter, for kernels that copy through them. events: how many bulk copies fit into the log.
 
-    Raises DryRunError before anything is launched where the kernel cannot be recorded exactly, and PtxError at the end where the
-    record is incomplete (an access outside the arena, more events than fit).
+    Raises DryRunError before anything is launched where the kernel cannot be recorded exactly, and PtxError at the end where
+    the record is incomplete (an access outside the arena, more events than fit).
     """
     text, name_, threads_, shared_ = _describe(kernel, ptx, name, threads, shared_bytes)
     module = parse(text, name=f"<{name_}>")

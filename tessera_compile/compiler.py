@@ -267,13 +267,11 @@ def _compile(
 
     one_lane = len(options.resolved_cluster().devices) == 1
     if one_lane and options.codegen == "inductor" and not options.dryrun and not options.pace:
-        if _on_cpu(example_inputs) and _inductor_suffices(gm, example_inputs):
+        if _inductor_suffices(gm, example_inputs) and not options.cuda_graphs:
             graphs.append(InductorGraph(gm, options, len(graphs)))
             return torch_compat.inductor_compile(gm, example_inputs)
     try:
-        if not _on_cpu(example_inputs):
-            devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor)})
-            raise LoweringError(f"its inputs are on {', '.join(devices)}, and this version executes on CPU lanes only")
+        _check_devices(example_inputs, options)
         run = torch_compat.aot_inference(gm, example_inputs, inference, training)
     except GradientsNeeded:
         reason = (
@@ -296,8 +294,23 @@ def _compile(
     return call
 
 
-def _on_cpu(example_inputs: Sequence[Any]) -> bool:
-    return all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+def _check_devices(example_inputs: Sequence[Any], options: Options) -> None:
+    """Raises LoweringError where the inputs do not lie where the cluster's lanes run."""
+    devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor) and x.dim()})
+    cluster = options.resolved_cluster()
+    on_gpu = [d.name for d in cluster.devices if d.kind == "cuda"]
+    if not on_gpu:
+        if any(d != "cpu" for d in devices):
+            raise LoweringError(
+                f"its inputs are on {', '.join(devices)}, and cluster {', '.join(cluster.names)} runs on CPU lanes; name the GPU in the "
+                "cluster, as cuda:0 or cuda:0/64sm,cuda:0/64sm"
+            )
+        return
+    if len(on_gpu) < len(cluster.devices):
+        raise LoweringError(f"cluster {', '.join(cluster.names)} mixes CUDA devices with others")
+    home = on_gpu[0].split("/")[0]
+    if any(d != home for d in devices):
+        raise LoweringError(f"its inputs are on {', '.join(devices)}, and the home of cluster {', '.join(on_gpu)} is {home}")
 
 
 _warned: set[str] = set()

@@ -16,7 +16,7 @@ from .passes.errors import ClusterError, OptionsError
 _POLICIES = ("latency", "throughput", "auto")
 _PLANNERS = ("milp", "single", "layers", "attention-ffn", "alternate", "random:SEED", "a saved plan's path ending in .json")
 #: Options of later versions, and the values that ask for what this one does anyway.
-_LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off"), "transport": ("auto",), "cuda_graphs": (False,)}
+_LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off"), "transport": ("auto",)}
 _OTHER_PLANNERS = {
     "prefill-decode": "plan the graphs of several phases with tessera_compile.plan_together, which chooses it where it is best",
     "replicas": "one plain call runs one plan; replicas serve many requests, which needs the engine of a later version",
@@ -38,7 +38,8 @@ class Options:
         max_memory: device, by name or number → bytes, as a number or text such as ``"20GiB"``.
         profile: ``measure`` or ``model``.
         codegen: ``inductor``, ``eager`` (the same segments uncompiled), ``null`` (compute nothing, return the right shapes).
-        refine, transport, cuda_graphs: belong to GPU lanes, which this version does not execute; ``auto`` (and ``off``, False).
+        cuda_graphs: capture whole programs of CUDA lanes and replay them; calls that cannot be captured run as they are.
+        refine, transport: of later versions; ``auto`` (and ``off``).
         time_limit, gap: when the solver may stop: seconds, relative gap.
         pace: on a cluster of data-sheet GPUs, let each run and transfer take its modelled time multiplied by this; 0: off.
             What comes of it is emulated, and says so.
@@ -109,7 +110,10 @@ class Options:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
                 hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(sorted(known))}"
                 raise OptionsError(f"unknown option {name!r}; {hint}")
-        return cls(**(options or {}))
+        made = cls(**(options or {}))
+        if mode == "reduce-overhead" and any(d.kind == "cuda" for d in made.resolved_cluster().devices):
+            return replace(made, cuda_graphs=True)
+        return made
 
     def with_changes(self, **changes: Any) -> Options:
         """The same options but for ``changes``, validated."""
@@ -161,6 +165,10 @@ class Options:
         if not isinstance(self.dryrun, (bool, str)):
             raise OptionsError(f"dryrun={self.dryrun!r}; it takes True, False or a path")
         cluster = self.resolved_cluster()
+        if not isinstance(self.cuda_graphs, bool):
+            raise OptionsError(f"cuda_graphs={self.cuda_graphs!r}; it takes True or False")
+        if self.cuda_graphs and not any(d.kind == "cuda" for d in cluster.devices):
+            raise OptionsError(f"cuda_graphs=True: cluster {', '.join(cluster.names)} has no CUDA device, as cuda:0 is one")
         names = set(cluster.names)
         real = [d.name for d in cluster.devices if d.kind != "modelled"]
         if self.pace and real:

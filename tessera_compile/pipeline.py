@@ -22,7 +22,7 @@ from .options import Options
 from .passes import depend, lower, partition, schedule, verify
 from .passes.cluster import Cluster
 from .passes.errors import PlanError
-from .passes.ir import KernelGraph, Plan, Profile
+from .passes.ir import KernelGraph, Plan, Profile, Program
 from .passes.partitioning import matching, pinned
 from .passes.placements import place
 from .progress import progress
@@ -53,7 +53,7 @@ class CompiledGraph:
         self.options = options
         self.number = number
         self.report: GraphReport | None = None
-        self.executor: CpuLaneExecutor | None = None
+        self.executor: Any = None  # of CPU lanes or of CUDA lanes
         self.cluster = options.resolved_cluster()
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
@@ -63,7 +63,8 @@ class CompiledGraph:
             self.ddg = depend(self.kernels)
         # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
         self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
-        measured = self._how == "measure" and any(d.kind == "cpu" for d in self.cluster.devices)
+        self._cuda = any(d.kind == "cuda" for d in self.cluster.devices)
+        measured = self._how == "measure" and any(d.kind in ("cpu", "cuda") for d in self.cluster.devices)
         if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
             self.build(None)
 
@@ -115,10 +116,7 @@ class CompiledGraph:
         verify(program, self.ddg, plan)
         executor = self.executor
         if not options.dryrun:
-            pace = Pace(self.kernels, program, report.profile, self.cluster, options.pace) if options.pace else None
-            executor = CpuLaneExecutor(
-                self.kernels, program, self.codegen, threads=lane_threads(len(self.cluster.devices)), pace=pace, progress=progress
-            )
+            executor = self._executor(program, report.profile)
         with self._lock:
             self.report, self.executor = replace(report, plan=plan, program=program), executor
 
@@ -133,20 +131,24 @@ class CompiledGraph:
         threads = lane_threads(lanes)
         codegen = self.codegen = Codegen(
             options.codegen,  # type: ignore[arg-type]  # checked by Options
-            threads=threads if lanes > 1 else None,
+            threads=threads if lanes > 1 and not self._cuda else None,
             strict=options.strict,
         )
         with self._step("profile"):
-            times = profile(
-                kernels,
-                self.cluster,
-                codegen,
-                how=self._how,
-                lanes=lanes,
-                threads=threads,
-                real=real,
-                cache=ProfileCache(),
-                progress=progress,
+            times = (
+                self._gpu_profile(codegen, real)
+                if self._cuda and self._how == "measure"
+                else profile(
+                    kernels,
+                    self.cluster,
+                    codegen,
+                    how=self._how,
+                    lanes=lanes,
+                    threads=threads,
+                    real=real,
+                    cache=ProfileCache(),
+                    progress=progress,
+                )
             )
         with self._step("partition"):
             plan = make_plan(ddg, kernels, times, self.cluster, options)
@@ -157,13 +159,29 @@ class CompiledGraph:
         with self._step("compile"):
             if options.dryrun:
                 at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
-                executor = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
+                executor: Any = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
             else:
-                pace = Pace(kernels, program, times, self.cluster, options.pace) if options.pace else None
-                executor = CpuLaneExecutor(kernels, program, codegen, threads=threads, pace=pace, progress=progress)
+                executor = self._executor(program, times)
         fallbacks = tuple(codegen.fallbacks.values())
         self.report = GraphReport(self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks)
         self.executor = executor
+
+    def _gpu_profile(self, codegen: Codegen, real: Sequence[Any] | None) -> Profile:
+        from .runtime.cuda_profiler import profile_on_gpus
+
+        return profile_on_gpus(self.kernels, self.cluster, codegen, real=real, cache=ProfileCache(), progress=progress)
+
+    def _executor(self, program: Program, times: Profile) -> Any:
+        options = self.options
+        if self._cuda:
+            from .runtime.cuda_graphs import GraphedExecutor
+            from .runtime.cuda_lanes import CudaLaneExecutor
+
+            on_gpu = CudaLaneExecutor(self.kernels, program, self.codegen, progress=progress)
+            return GraphedExecutor(on_gpu) if options.cuda_graphs else on_gpu
+        pace = Pace(self.kernels, program, times, self.cluster, options.pace) if options.pace else None
+        threads = lane_threads(len(self.cluster.devices))
+        return CpuLaneExecutor(self.kernels, program, self.codegen, threads=threads, pace=pace, progress=progress)
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:

@@ -7,8 +7,9 @@
             compiled(token)
     print(together)
 
-The calls run as they always do. On leaving the block their graphs are planned as one mix: weights and state that two graphs share, told
-by their storage, are held once, and the bottleneck of the whole mix is minimised. Then each graph follows its part of the plan.
+The calls run as they always do. On leaving the block their graphs are planned as one mix: weights and state that two graphs
+share, told by their storage, are held once, and the bottleneck of the whole mix is minimised. Then each graph follows its
+part of the plan.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .pipeline import CompiledGraph
 
 @dataclass(frozen=True)
 class Change:
-    """What following the plan means for one graph: kernels that move, segments to compile anew, weights to copy to other devices."""
+    """What following the plan means for one graph: kernels that move, segments to compile anew, weights to copy to other
+    devices."""
 
     graph: int
     phase: str
@@ -53,7 +55,8 @@ class Change:
 
 
 class PlanTogether:
-    """The context manager. After the block: ``plan`` (a ``MixPlan``), ``changes``, and ``shared``, the bytes that graphs share."""
+    """The context manager. After the block: ``plan`` (a ``MixPlan``), ``changes``, and ``shared``, the bytes that graphs
+    share."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,22 @@ def parse_mix(text: str | None, workloads: list[str]) -> dict[str, float]:
     weights: dict[str, float] = {}
     for item in text.split(","):
         name, equals, number = item.partition("=")
+        if name.strip() in weights:
+            raise OptionsError(f"--mix names {name.strip()!r} twice")
         try:
             weights[name.strip()] = float(number) if equals else 1.0
         except ValueError:
             raise OptionsError(f"--mix: {item!r} is not WORKLOAD=NUMBER") from None
-        if not weights[name.strip()] > 0:
+        if not 0 < weights[name.strip()] < math.inf:
             raise OptionsError(f"--mix: {item!r}: the number must be positive")
     return weights
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not arguments.time_limit >= 0:
+        raise OptionsError(f"--time-limit {arguments.time_limit}: give seconds, 0 or more")
+    if not 0 <= arguments.gap < 1:
+        raise OptionsError(f"--gap {arguments.gap}: give a number from 0 to below 1, such as 0.005")
 
 
 def _mix(arguments: argparse.Namespace, cluster: Any, path: Path) -> Any:
@@ -89,8 +99,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise OptionsError(f"--json: no directory {arguments.json.parent}")
-    if not arguments.time_limit >= 0:
-        raise OptionsError(f"--time-limit {arguments.time_limit}: give seconds, 0 or more")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise OptionsError(f"--json: {arguments.json} is a directory")
+    for item in arguments.why:
+        if "=" not in item:
+            raise OptionsError(f"--why: {item!r} is not KERNEL=DEVICE")
+    _check(arguments)
     cluster = make_cluster(arguments.cluster)
     mix = _mix(arguments, cluster, arguments.profile)
     if arguments.policy == "latency":
@@ -101,22 +115,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     if found.objective == "throughput":
         _print_budget(same_budget(mix), found.bottleneck_us)
     for item in arguments.why:
-        kernel, _, device = item.partition("=")
-        print(why(mix, found.single.placement, kernel, device))
+        kernel, _, device = item.rpartition("=")
+        print(why(mix, found.single.placement, kernel, device, found.objective))
     if arguments.what_if:
         print("planned again with")
         print(sensitivity(mix, found))
         print("placements that matter most")
-        for reason in matter_most(mix, found.single.placement):
+        for reason in matter_most(mix, found.single.placement, objective=found.objective):
             print(f"  {reason}")
     if arguments.json is not None:
-        arguments.json.write_text(found.to_json() + "\n", encoding="utf-8")
+        try:
+            arguments.json.write_text(found.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OptionsError(f"--json: {arguments.json}: {error.strerror}") from error
     return 0
 
 
 def _print_budget(found: Mapping[str, float], ours: float) -> None:
     for name, us in found.items():
-        print(f"  {name:26} {us:12.1f} µs   ours is {us / ours:.3f}x as fast")
+        ratio = us / ours if ours else 1.0
+        print(f"  {name:26} {us:12.1f} µs   ours is {ratio:.3f}x as fast")
 
 
 def _advise(arguments: argparse.Namespace) -> int:
@@ -124,19 +142,33 @@ def _advise(arguments: argparse.Namespace) -> int:
     from .passes.explaining import same_budget
     from .passes.mix import mix_of_graphs
     from .passes.mixture import best_mixture
+    from .passes.planning import plan_mix
 
+    _check(arguments)
+    limit = min(arguments.time_limit, 40.0)
     cluster = make_cluster(arguments.cluster)
     if arguments.target.endswith(".csv"):
         mix = _mix(arguments, cluster, Path(arguments.target))
+        found = best_mixture(mix, time_limit=limit, gap=arguments.gap)
     else:
+        if arguments.mix or arguments.phases:
+            raise OptionsError("--mix and --phases are for a profile CSV: a model is advised on by itself")
         from .cli import load_target
         from .compiler import explain
         from .options import Options
 
         model, args, kwargs = load_target(arguments.target)
         report = explain(model, Options.make({"cluster": arguments.cluster}))(*args, **kwargs)
-        mix = mix_of_graphs([(g.ddg, g.profile, 1.0) for g in report.graphs], cluster, overlap=not arguments.serial)
-    found = best_mixture(mix, time_limit=min(arguments.time_limit, 40.0), gap=arguments.gap)
+        overlap = not arguments.serial
+        mix = mix_of_graphs([(g.ddg, g.profile, 1.0) for g in report.graphs], cluster, overlap=overlap)
+        found = plan_mix(
+            [(g.ddg, 1.0) for g in report.graphs],
+            cluster,
+            profiles=[g.profile for g in report.graphs],
+            overlap=overlap,
+            time_limit=limit,
+            gap=arguments.gap,
+        )
     print(f"advice: {found.recommendation}")
     print(found.to_text())
     _print_budget(same_budget(mix), found.bottleneck_us)

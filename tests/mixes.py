@@ -215,7 +215,7 @@ def optimum(mix: Mix) -> tuple[float, float] | None:
 
 
 def finish(mix: Mix, place: Sequence[int]) -> float:
-    """µs of one request: list scheduling of each workload in the order of its kernels, its weight times, and state between them."""
+    """µs of one request: list scheduling of each workload in the order of its kernels, its weight times; and state between."""
     total = 0.0
 
     def us(u: int, g: int, move: Move) -> float:

@@ -1,7 +1,8 @@
 """Recorded = interpreted = analytic on a GPU, and what recording costs: ``python -m benchmarks.gpu.ptx_dryrun [--json FILE]``.
 
-Each Triton kernel runs as it is and instrumented on copies of its tensors. The recorded footprints must equal those of the slice
-interpreter and those written out here by hand, results must be bit-equal (atomics: equal as sums); then run times are compared.
+Each Triton kernel runs as it is and instrumented on copies of its tensors. The recorded footprints must equal those of the
+slice interpreter and those written out here by hand, results must be bit-equal (atomics: equal as sums); then run times are
+compared.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def cases() -> list[Case]:
         Case(
             "flash_attention", {"q": q, "k": kt, "v": v, "o": fo, "l": fl},
             lambda t: k.k_flash[(8, z)](
-                t["q"], t["k"], t["v"], t["o"], t["l"], 0.125, s * d, d, s * d, d, s * d, d, s * d, d, s, BM=128, BN=64, D=64, CAUSAL=True
+                t["q"], t["k"], t["v"], t["o"], t["l"], 0.125, s * d, d, s * d, d, s * d, d, s * d, d, s, BM=128, BN=64, D=64,
+                CAUSAL=True
             ),
             (8, z),
             {**{n_: (all_of(q), NONE) for n_ in "qkv"}, "o": (NONE, all_of(fo)), "l": (NONE, all_of(fl))},
@@ -151,8 +153,8 @@ def cases() -> list[Case]:
         Case(
             "atomics", {"x": ax, "o": ao, "cnt": cnt, "lock": lock, "h": h},
             lambda t: k.k_atomics[(10,)](t["x"], t["o"], t["cnt"], t["lock"], t["h"], an, BLOCK=512), (10,),
-            {"x": (all_of(ax), NONE), **{n_: (all_of(t_), all_of(t_)) for n_, t_ in (("o", ao), ("cnt", cnt), ("lock", lock), ("h", h))}},
-            {"x": 0, "o": 1, "cnt": 2, "lock": 3, "h": 4}, {5: an}, exact=False,
+            {"x": (all_of(ax), NONE), **{n_: (all_of(t_), all_of(t_)) for n_, t_ in (("o", ao), ("cnt", cnt), ("lock", lock),
+            ("h", h))}}, {"x": 0, "o": 1, "cnt": 2, "lock": 3, "h": 4}, {5: an}, exact=False,
         )
     )  # fmt: skip
 

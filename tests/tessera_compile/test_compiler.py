@@ -380,7 +380,7 @@ def test_memory_splits_what_fits_no_single_device(net):
         ({"planner": "prefill-decode"}, "plan_together"),
         ({"refine": "always"}, "not in this version"),
         ({"transport": "nccl"}, "not in this version"),
-        ({"cuda_graphs": True}, "not in this version"),
+        ({"cuda_graphs": True}, "has no CUDA device"),
         ({"pace": -1}, "a factor"),
         ({"pace": 10}, "cpu#0, cpu#1 runs in its own time"),
         ({"pace": 10, "dryrun": True, "cluster": "l4,l40s"}, "drop one"),

@@ -1,0 +1,169 @@
+"""A whole program as one CUDA graph: captured once for each signature of inputs, replayed after that.
+
+Weights, constants and state are read where they lie; a call that passes them at other addresses captures again. Other inputs
+are copied into static buffers, outputs are copied out, inputs that the graph overwrites are copied back. The lanes' streams
+are forked from the capturing stream and joined to it by the events of the program, so one graph spans all lanes, and its
+memory is a private pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .cuda_lanes import CudaLaneExecutor
+
+log = logging.getLogger(__name__)
+
+MOST_GRAPHS = 16
+"""Signatures kept; the one unused for longest goes."""
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Any]
+    copied: tuple[str, ...]
+    outputs: list[Any]
+    backs: tuple[str, ...]
+    watched: tuple[Any, ...]  # tensors whose addresses are baked in, kept alive
+
+
+class GraphedExecutor:
+    """Wraps a :class:`CudaLaneExecutor`: the first call with a signature runs as it is, the second is captured, later ones
+    replay.
+
+    ``reasons``: why calls run uncaptured. ``replays`` counts replays.
+    """
+
+    def __init__(self, inner: CudaLaneExecutor) -> None:
+        self.inner = inner
+        self.reasons: dict[str, str] = {}
+        self.replays = 0
+        self._captured: dict[Any, _Captured | None] = {}
+        self._lock = threading.Lock()
+        graph = inner.graph
+        self._static = tuple(v for v in graph.inputs if graph.resident(v))
+        aliases = [s for s in graph.output_storages if s is not None and s in graph.inputs]
+        self._never = ""
+        if aliases:
+            self._never = f"an output is a view of input {aliases[0]}"
+        elif any(k.effect for k in graph.kernels):
+            self._never = "a kernel has effects"
+        elif any(inner.replicas.values()):
+            self._never = "state is replicated between lanes, and its versions are checked on each call"
+
+    # what callers of either executor look at
+    @property
+    def runs(self) -> int:
+        return self.inner.runs
+
+    @property
+    def program(self) -> Any:
+        return self.inner.program
+
+    @property
+    def pace(self) -> None:
+        return None
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        if self._never:
+            self.reasons.setdefault("all", self._never)
+            return self.inner(args)
+        inputs = dict(zip(self.inner.graph.inputs, args, strict=True))
+        key = self._key(inputs)
+        with self._lock:
+            if key not in self._captured:
+                self._captured[key] = None  # the first call compiles, tunes and loads
+                while len(self._captured) > MOST_GRAPHS:
+                    self._captured.pop(next(iter(self._captured)))
+                return self.inner(args)
+            found = self._captured.pop(key)
+            if found is None:
+                try:
+                    found = self._capture(inputs)
+                except Exception as error:
+                    self._never = (
+                        f"it cannot be captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    )
+                    self.reasons["all"] = self._never
+                    log.info("runs uncaptured: %s", self._never)
+                    return self.inner(args)
+            self._captured[key] = found  # most recently used last
+            args.clear()
+            return self._replay(found, inputs)
+
+    def _key(self, inputs: dict[str, Any]) -> Any:
+        parts: list[Any] = []
+        for name, value in inputs.items():
+            if not isinstance(value, torch.Tensor):
+                parts.append(value)
+            elif name in self._static:
+                parts.append((value.data_ptr(), value.shape, value.stride(), value.dtype))
+            else:
+                parts.append((value.shape, value.stride(), value.dtype, value.device))
+        return tuple(parts)
+
+    def _capture(self, inputs: dict[str, Any]) -> _Captured:
+        inner = self.inner
+        home = inner.lanes[inner.home].device
+        current = torch.cuda.current_stream(home)
+        tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+        copied = tuple(n for n in tensors if n not in self._static)
+        static = {
+            n: (v.clone(memory_format=torch.preserve_format) if n in copied else v) for n, v in inputs.items() if n in tensors
+        }
+        static |= {n: v for n, v in inputs.items() if n not in tensors}
+        stream = torch.cuda.Stream(home)
+        stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        # A failed capture must not have changed anything: capturing enqueues nothing, so state is as it was.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            outputs = inner.issue(dict(static))
+        current.wait_stream(stream)
+        backs = tuple(n for n in inner.graph.mutated if n in copied)
+        watched = tuple(v for n, v in tensors.items() if n in self._static)
+        return _Captured(graph, static, copied, outputs, backs, watched)
+
+    def _replay(self, found: _Captured, inputs: dict[str, Any]) -> list[Any]:
+        for name in found.copied:
+            found.inputs[name].copy_(inputs[name], non_blocking=True)
+        found.graph.replay()
+        for name in found.backs:
+            inputs[name].copy_(found.inputs[name], non_blocking=True)
+        self.replays += 1
+        self.inner.runs += 1
+        copies = _clones(found.outputs)
+        given = iter(copies)
+        graph = self.inner.graph
+        return [
+            literal if name is None else next(given) for name, literal in zip(graph.outputs, self.inner.literals, strict=True)
+        ]
+
+
+def _clones(outputs: list[Any]) -> list[Any]:
+    """Fresh copies; outputs that share storage share it in the copies too."""
+    fresh: dict[int, torch.Tensor] = {}
+    result = []
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            result.append(output)
+            continue
+        storage = output.untyped_storage()
+        key = storage.data_ptr()
+        whole = output.numel() * output.element_size() == storage.nbytes()
+        sharing = sum(isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() == key for o in outputs) > 1
+        if whole and not sharing:
+            result.append(output.clone(memory_format=torch.preserve_format))
+            continue
+        if key not in fresh:
+            raw = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage)
+            fresh[key] = raw.clone()
+        copy = torch.empty(0, dtype=output.dtype, device=output.device)
+        copy.set_(fresh[key].untyped_storage(), output.storage_offset(), output.shape, output.stride())
+        result.append(copy)
+    return result

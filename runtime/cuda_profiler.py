@@ -1,0 +1,218 @@
+"""Times of kernels on CUDA lanes.
+
+Each distinct fingerprint is timed once a device type (a slice is a type of its own), alone, on the stream of a lane of that
+type: ten calls captured in one CUDA graph, so that launch gaps don't count, replayed until enough time has passed; median and
+interquartile range. The L2 cache is warm: every call finds what the one before left. A kernel that cannot be captured is
+timed by events around plain calls. Data are invented or those of the first real call, by the rules of ``profiler.py``; what a
+kernel overwrites is a copy.
+
+As on CPU lanes, the sum of the kernels is calibrated against the whole graph in one segment, and the difference per seam is
+the price of a cut. A kernel that fails on a device cannot run there: its time is infinite, and the reason is in the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..passes.cluster import Cluster, Device
+from ..passes.ir import Kernel, KernelGraph, Profile, Timing
+from .codegen import Codegen, Compiled, constants, first_line, lookup
+from .cuda_streams import LaneStreams, lane_streams
+from .profile_cache import ProfileCache, setting
+from .profiler import captured_values, invented_inputs, needs_real_call
+from .roofline import model_profile, roofline_us
+
+_LAUNCHES, _MIN_REPLAYS, _MAX_REPLAYS, _ENOUGH_SECONDS = 10, 5, 40, 0.03
+
+
+def profile_on_gpus(
+    graph: KernelGraph,
+    cluster: Cluster,
+    codegen: Codegen,
+    *,
+    real: Sequence[Any] | None = None,
+    cache: ProfileCache | None = None,
+    progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items,
+) -> Profile:
+    """Times every kernel on every type of CUDA device in the cluster; other devices get modelled times."""
+    modelled = model_profile(graph, cluster.devices)
+    times = {k: dict(row) for k, row in modelled.times.items()}
+    streams = dict(zip([d.name for d in cluster.devices if d.kind == "cuda"], _lanes(cluster), strict=True))
+    distinct: dict[str, list[Kernel]] = {}
+    for kernel in graph.kernels:
+        distinct.setdefault(kernel.fingerprint, []).append(kernel)
+    calibration: dict[str, float] = {}
+    cuts: dict[str, float] = {}
+    types: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        if device.kind == "cuda":
+            types.setdefault(device.type, []).append(device)
+    for devices in types.values():
+        timer = _Timer(graph, codegen, devices[0], streams[devices[0].name], real, cache)
+        alone: dict[str, Timing] = {}
+        for kernels in progress(list(distinct.values()), f"timing kernels on {devices[0].type}"):
+            timing = timer.kernel(kernels[0])
+            alone.update((k.name, timing) for k in kernels)
+        ratio, cut = _calibrate(graph, alone, timer)
+        for name, timing in alone.items():
+            scaled = timing
+            if ratio is not None and timing.source == "measured":
+                scaled = replace(timing, us=timing.us * ratio, spread=timing.spread * ratio, source="calibrated")
+            times[name].update({d.name: scaled for d in devices})
+        for device in devices:
+            cuts[device.name] = cut
+            if ratio is not None:
+                calibration[device.name] = ratio
+    return Profile(times, calibration, cuts)
+
+
+def _lanes(cluster: Cluster) -> tuple[LaneStreams, ...]:
+    return lane_streams([d.name for d in cluster.devices if d.kind == "cuda"])
+
+
+def _calibrate(graph: KernelGraph, alone: Mapping[str, Timing], timer: _Timer) -> tuple[float | None, float]:
+    counted = {name: t for name, t in alone.items() if graph[name].outputs or graph[name].writes}
+    if any(t.source != "measured" or math.isinf(t.us) for t in counted.values()) or len(counted) < 2:
+        return None, 0.0
+    whole = timer.whole()
+    total = sum(t.us for t in counted.values())
+    if whole is None or total <= 0:
+        return None, 0.0
+    return whole.us / total, max(0.0, (total - whole.us) / (len(counted) - 1))
+
+
+class _Timer:
+    def __init__(
+        self, graph: KernelGraph, codegen: Codegen, device: Device, streams: LaneStreams, real: Sequence[Any] | None, cache:
+        ProfileCache | None
+    ) -> None:  # fmt: skip
+        self.graph, self.codegen, self.device, self.streams, self.cache = graph, codegen, device, streams, cache
+        self.real = None if real is None else dict(zip(graph.inputs, real, strict=True))
+        self._captured: dict[str, Any] | None = None
+        index = streams.device.index or 0
+        self.setting = {
+            **setting(codegen.codegen, 0),
+            "device": torch.cuda.get_device_name(index),
+            "sms": str(streams.sms),
+            "cuda": str(torch.version.cuda),
+            "capability": str(torch.cuda.get_device_capability(index)),
+            "l2": "warm",
+        }
+
+    def kernel(self, kernel: Kernel) -> Timing:
+        modelled = Timing(roofline_us(kernel, self.graph, self.device), source="modelled")
+        checks = not kernel.outputs and not kernel.writes
+        if checks or kernel.effect or (kernel.needs_data and self.real is None):
+            return modelled
+        try:
+            return self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
+        except Exception as error:
+            reason = f"kernel {kernel.name} cannot run on {self.device.name} ({first_line(error)})"
+            self.codegen.fallbacks[reason] = reason
+            return Timing(math.inf, source="measured")
+
+    def whole(self) -> Timing | None:
+        if any(k.effect for k in self.graph.kernels) or (needs_real_call(self.graph) and self.real is None):
+            return None
+        key = hashlib.sha256(" ".join(k.fingerprint for k in self.graph.kernels).encode()).hexdigest()[:16]
+        outputs = [v for v in self.graph.output_values if self.graph.producer(v) is not None]
+        try:
+            return self._timed(key, [k.name for k in self.graph.kernels], outputs, self.real is not None)
+        except Exception as error:
+            reason = f"the whole graph cannot be timed on {self.device.name} ({first_line(error)}); times are not calibrated"
+            self.codegen.fallbacks[reason] = reason
+            return None
+
+    def _timed(self, fingerprint: str, kernels: Sequence[str], outputs: Sequence[str], on_real: bool) -> Timing:
+        values = (self.graph.values[v] for k in kernels for v in self.graph[k].inputs)
+        sizes = ",".join(str(v.bytes) for v in values if any(isinstance(s, str) for s in v.shape))
+        key = {**self.setting, "fingerprint": fingerprint, "sizes": sizes}
+        if self.cache is not None and (found := self.cache.get(key)) is not None:
+            return found
+        compiled = self.codegen.compile(self.graph, kernels, outputs)
+        timing: Timing = apart(lambda: self._time(compiled, on_real))
+        if self.cache is not None:
+            self.cache.put(key, timing)
+        return timing
+
+    def _inputs(self, compiled: Compiled, on_real: bool) -> list[Any]:
+        if not on_real:
+            return list(invented_inputs(self.graph, compiled.inputs))
+        assert self.real is not None
+        env = {**constants(self.graph), **self.real}
+        if any(self.graph.producer(name.partition(".size(")[0]) is not None for name in compiled.inputs):
+            if self._captured is None:
+                with torch.random.fork_rng():
+                    self._captured = captured_values(self.graph, self.real)
+            env = self._captured
+        inputs = [lookup(env, name) for name in compiled.inputs]
+        return [v.clone() if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
+
+    def _time(self, compiled: Compiled, on_real: bool) -> Timing:
+        device, stream = self.streams.device, self.streams.compute
+        with torch.cuda.device(device):
+            inputs = self._inputs(compiled, on_real)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles, tunes, loads
+                    compiled.call(list(inputs))
+            stream.synchronize()
+            try:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                    for _ in range(_LAUNCHES):
+                        compiled.call(list(inputs))
+                run: Callable[[], Any] = graph.replay
+                count = _LAUNCHES
+            except Exception:
+                torch.cuda.synchronize(device)
+
+                def run() -> Any:
+                    return compiled.call(list(inputs))
+
+                count = 1
+            times = []
+            started = time.perf_counter()
+            with torch.cuda.stream(stream):
+                run()
+                while len(times) < _MIN_REPLAYS or (
+                    len(times) < _MAX_REPLAYS and time.perf_counter() - started < _ENOUGH_SECONDS
+                ):
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    run()
+                    end.record()
+                    end.synchronize()
+                    times.append(begin.elapsed_time(end) * 1e3 / count)
+        quartiles = statistics.quantiles(times, n=4)
+        return Timing(statistics.median(times), quartiles[2] - quartiles[0], "measured")
+
+
+def apart(function: Callable[[], Any]) -> Any:
+    """Call in a thread of its own: this one may be inside the fake tensor mode of a compilation, or on another stream."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+    inference = torch.is_inference_mode_enabled()
+
+    def job() -> None:
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                outcome.append(function())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=job, name="tessera-profiler")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

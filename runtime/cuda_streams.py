@@ -1,0 +1,114 @@
+"""Streams of CUDA lanes: a whole GPU each, or a slice of one through a green context.
+
+A lane has a stream for its kernels and one for the copies that arrive. Streams of a slice run on its multiprocessors alone;
+slices of one GPU share its memory, so tensors need no copy to be seen, only ordering. What is made here lives as long as the
+process: green contexts cannot be torn down under tensors that were allocated on their streams.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..passes.errors import ClusterError
+
+NAME = re.compile(r"cuda:(\d+)(?:/(\d+)sm)?(?:#\d+)?")
+
+
+@dataclass(frozen=True)
+class LaneStreams:
+    """``compute`` for kernels, ``copies`` for what arrives; ``sms`` multiprocessors that the driver granted (all of the
+    GPU's, or the slice's)."""
+
+    device: torch.device
+    compute: torch.cuda.Stream
+    copies: torch.cuda.Stream
+    sms: int
+
+
+_made: dict[tuple[str, ...], tuple[LaneStreams, ...]] = {}
+_keep: list[Any] = []  # Handles of green contexts.
+_lock = threading.Lock()
+
+
+def lane_streams(names: Sequence[str]) -> tuple[LaneStreams, ...]:
+    """Streams for the lanes of a cluster, by device names such as ``cuda:0`` and ``cuda:0/48sm``; the same ones for the same
+    names.
+
+    Raises ClusterError where a GPU is not there, or has fewer multiprocessors than its slices ask for.
+    """
+    key = tuple(names)
+    with _lock:
+        if key not in _made:
+            _made[key] = _make(key)
+        return _made[key]
+
+
+def _make(names: tuple[str, ...]) -> tuple[LaneStreams, ...]:
+    wanted: list[tuple[int, int | None]] = []
+    for name in names:
+        match = NAME.fullmatch(name)
+        if match is None:
+            raise ClusterError(f"{name!r} is no CUDA device; name one as cuda:0 or cuda:0/48sm")
+        index = int(match[1])
+        if index >= torch.cuda.device_count():
+            raise ClusterError(f"{name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+        wanted.append((index, int(match[2]) if match[2] else None))
+    found: list[LaneStreams | None] = [None] * len(names)
+    for index in dict.fromkeys(i for i, _ in wanted):
+        lanes = [at for at, (i, _) in enumerate(wanted) if i == index]
+        device = torch.device("cuda", index)
+        total = torch.cuda.get_device_properties(device).multi_processor_count
+        whole = [at for at in lanes if wanted[at][1] is None]
+        for at in whole:
+            found[at] = LaneStreams(device, torch.cuda.Stream(device), torch.cuda.Stream(device), total)
+        sliced = [at for at in lanes if wanted[at][1] is not None]
+        asked = [wanted[at][1] or 0 for at in sliced]
+        if sum(asked) > total:
+            raise ClusterError(f"the slices of cuda:{index} ask for {sum(asked)} multiprocessors; it has {total}")
+        for at, streams in zip(sliced, _slices(device, asked), strict=True):
+            found[at] = streams
+    return tuple(s for s in found if s is not None)
+
+
+def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:
+    if not asked:
+        return []
+    from cuda.bindings import driver
+
+    torch.cuda.init()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()
+        (handle,) = _check(driver.cuDeviceGet(device.index), f"finding {device}")
+        (left,) = _check(
+            driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM),
+            f"asking {device} for its SMs",
+        )
+        made = []
+        for count in asked:
+            groups, _, left = _check(driver.cuDevSmResourceSplitByCount(1, left, 0, count), f"a slice of {count} SMs of
+            {device}") (description,) = _check(driver.cuDevResourceGenerateDesc([groups[0]], 1), "describing a slice") flags =
+            driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM (context,) = _check(
+                driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}"
+            )
+            streams = []
+            for _ in range(2):
+                non_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+                (stream,) = _check(driver.cuGreenCtxStreamCreate(context, non_blocking, 0), "a stream of a slice")
+                _keep.extend((context, stream))
+                streams.append(torch.cuda.ExternalStream(int(stream), device=device))
+            granted = int(groups[0].sm.smCount)
+            made.append(LaneStreams(device, streams[0], streams[1], granted))
+        return made
+
+
+def _check(result: Any, what: str) -> tuple[Any, ...]:
+    error, *values = result
+    if int(error) != 0:
+        raise ClusterError(f"{what}: the driver says {error.name}")
+    return tuple(values)
