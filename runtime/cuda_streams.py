@@ -91,11 +91,12 @@ def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:
         )
         made = []
         for count in asked:
-            groups, _, left = _check(driver.cuDevSmResourceSplitByCount(1, left, 0, count), f"a slice of {count} SMs of
-            {device}") (description,) = _check(driver.cuDevResourceGenerateDesc([groups[0]], 1), "describing a slice") flags =
-            driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM (context,) = _check(
-                driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}"
+            groups, _, left = _check(
+                driver.cuDevSmResourceSplitByCount(1, left, 0, count), f"a slice of {count} SMs of {device}"
             )
+            (description,) = _check(driver.cuDevResourceGenerateDesc([groups[0]], 1), "describing a slice")
+            flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+            (context,) = _check(driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}")
             streams = []
             for _ in range(2):
                 non_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING

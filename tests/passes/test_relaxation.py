@@ -89,7 +89,7 @@ def test_certificate_by_hand():
 
 
 def test_alike_links_with_a_replica_that_needs_no_move():
-    """Three groups whose links are alike: a value that is current at its reader leaves no group (once a bound above the optimum)."""
+    """Three groups, links alike: a value that is current at its reader leaves no group (the bound was above the optimum)."""
     moves = [Move("s", 5000, HOME, (0,), unless=1)]
     mix = mix_of([[None, 1, None], [None, 2, None]], moves)
     assert optimum(mix) == (3.0, 3.0)
