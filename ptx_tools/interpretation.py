@@ -324,13 +324,21 @@ class _Machine:
             for name in isa.written_names(op.instruction):
                 self.store(name.text, UNKNOWN)
             operands = operands[1:2] + (operands[2:3] if len(operands) > 3 else [])
-        barrier = self._uniform(operands[0], mask, op) if operands else 0
-        count = self._uniform(operands[1], mask, op) if len(operands) > 1 else None
-        self.shared.arrive(barrier, whole, count)
-        if "arrive" in op.modifiers:
+        if not mask.any():
+            return
+        numbers = self._barrier_operand(operands[0], mask, op) if operands else np.zeros(self.shape, np.int64)
+        counts = self._barrier_operand(operands[1], mask, op) if len(operands) > 1 else np.full(self.shape, -1)
+        if (whole & (numbers >= BARRIERS)).any():
+            self.refuse(op, f"there are {BARRIERS} barriers")
+        waits = "arrive" not in op.modifiers
+        for barrier in np.unique(numbers[whole]).tolist():
+            here = whole & (numbers == barrier)
+            for count in np.unique(counts[here]).tolist():
+                self.shared.arrive(barrier, here & (counts == count), None if count < 0 else count, waits)
+        if not waits:
             pending[after] = pending[after] | mask if after in pending else mask
         else:
-            at = np.where(whole, barrier, -1)
+            at = np.where(whole, numbers, -1)
             if after in waiting:
                 old, where = waiting[after]
                 waiting[after] = (old | whole, np.where(whole, at, where))
@@ -338,12 +346,9 @@ class _Machine:
                 waiting[after] = (whole, at)
         self._release(pending, waiting, exited)
 
-    def _uniform(self, operand: Operand, mask: Array, op: Op) -> int:
+    def _barrier_operand(self, operand: Operand, mask: Array, op: Op) -> Array:
         value = self.decided(self.operand(operand, "u32")(), mask, op, "the barrier depends on data")
-        found = np.unique(np.broadcast_to(value, self.shape)[np.broadcast_to(mask, self.shape)])
-        if len(found) != 1:
-            self.refuse(op, "threads wait at several barriers at once")
-        return int(found[0])
+        return np.broadcast_to(value, self.shape).astype(np.int64)
 
     def _release(
         self, pending: dict[tuple[int, int, int], Array], waiting: dict[tuple[int, int, int], tuple[Array, Array]], exited: Array
@@ -930,6 +935,7 @@ class _Machine:
 
     def _write_slot(self, space: str, offset: int, size: int, value: Value) -> None:
         key = (space, offset, size)
+        old = UNKNOWN if self.full else self._read_slot(space, offset, size)
         for other in [k for k in self.memory if k[0] == space and k != key and k[1] < offset + size and offset < k[1] + k[2]]:
             _, start, length = other
             held = self.memory.pop(other)
@@ -937,9 +943,6 @@ class _Machine:
                 for byte in range(length):
                     if not offset <= start + byte < offset + size:
                         self.memory[(space, start + byte, 1)] = (held >> held.dtype.type(8 * byte)).astype(np.uint8)
-        old = self.memory.get(key)
-        if old is None:
-            old = self._read_slot(space, offset, size) if not self.full else UNKNOWN
         self.memory[key] = value if self.full else blend(self.mask, value, old)
 
     def _read(self, address: Array, size: int, op: Op) -> Value:

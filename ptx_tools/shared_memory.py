@@ -42,6 +42,7 @@ class SharedMemory:
         self.epoch = np.zeros(count, np.int32)
         self.arrived = np.zeros((count, BARRIERS), np.int64)
         self.expected = np.full((count, BARRIERS), -1, np.int64)
+        self.loose = np.zeros((count, BARRIERS), bool)  # somebody arrived and did not wait
         self.meeting = np.zeros((count, BARRIERS, warps), np.int32)
         self.warp = np.arange(threads) // 32
 
@@ -134,8 +135,10 @@ class SharedMemory:
 
     # -- barriers
 
-    def arrive(self, barrier: int, mask: Array, count: int | None) -> None:
+    def arrive(self, barrier: int, mask: Array, count: int | None, waits: bool) -> None:
         blocks = mask.any(axis=1)
+        if not waits:
+            self.loose[blocks, barrier] = True
         self.arrived[:, barrier] += mask.sum(axis=1)
         self.expected[blocks, barrier] = -1 if count is None else count
         warps = self._by_warp(mask)
@@ -155,7 +158,8 @@ class SharedMemory:
 
     def reset(self, barrier: int, done: Array) -> None:
         everyone = done & ((self.expected[:, barrier] < 0) | (self.expected[:, barrier] >= self.threads))
-        self.epoch[everyone] += 1
+        self.epoch[everyone & ~self.loose[:, barrier]] += 1
+        self.loose[done, barrier] = False
         self.arrived[done, barrier] = 0
         self.meeting[done, barrier] = 0
 

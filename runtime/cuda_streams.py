@@ -17,6 +17,8 @@ import torch
 
 from ..passes.errors import ClusterError
 
+_PIECE = 8
+"""Multiprocessors of the smallest slice that every supported GPU can be cut into."""
 NAME = re.compile(r"cuda:(\d+)(?:/(\d+)sm)?(?:#\d+)?")
 
 
@@ -89,21 +91,31 @@ def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:
             driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM),
             f"asking {device} for its SMs",
         )
+        # A slice cannot be cut from what another one left, but slices can be put together from equal pieces.
+        pieces = int(left.sm.smCount) // _PIECE
+        groups, found, _ = _check(driver.cuDevSmResourceSplitByCount(pieces, left, 0, _PIECE), f"cutting {device} into slices")
+        free = list(groups[: int(found)])
         made = []
         for count in asked:
-            groups, _, left = _check(
-                driver.cuDevSmResourceSplitByCount(1, left, 0, count), f"a slice of {count} SMs of {device}"
-            )
-            (description,) = _check(driver.cuDevResourceGenerateDesc([groups[0]], 1), "describing a slice")
+            needed = -(-count // _PIECE)
+            if needed > len(free):
+                raise ClusterError(
+                    f"the slices of {device} need {sum(-(-n // _PIECE) for n in asked)} pieces of {_PIECE} multiprocessors; it has "
+                    f"{int(found)}"
+                )
+            mine, free = free[:needed], free[needed:]
+            (description,) = _check(driver.cuDevResourceGenerateDesc(mine, needed), "describing a slice")
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-            (context,) = _check(driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}")
+            (context,) = _check(
+                driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}"
+            )
             streams = []
             for _ in range(2):
                 non_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
                 (stream,) = _check(driver.cuGreenCtxStreamCreate(context, non_blocking, 0), "a stream of a slice")
                 _keep.extend((context, stream))
                 streams.append(torch.cuda.ExternalStream(int(stream), device=device))
-            granted = int(groups[0].sm.smCount)
+            granted = sum(int(piece.sm.smCount) for piece in mine)
             made.append(LaneStreams(device, streams[0], streams[1], granted))
         return made
 
