@@ -35,7 +35,7 @@ from .errors import InfeasibleError
 from .ir import format_bytes
 from .mix import Mix, Worth, fastest_chains, fits, loads_of, longest_paths, makespan, resources, waits, worth
 from .problem import HOME
-from .relaxation import Relaxed, integer_plan, relax
+from .relaxation import integer_plan, relax
 
 Placement = tuple[int, ...]
 
@@ -167,18 +167,16 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         add(placement)
     upper = min((float(resources(mix, w).max()) for w in pool.values()), default=0.0)
     status = "heuristic"
-    relaxed = Relaxed(None, 0.0, np.zeros(len(mix.groups)), {}, 0.0)
-    if time_limit > 0 and len(mix.kernels):
-        relaxed = relax(mix, upper or _total(mix), max(0.05, time_limit / 2))
-        if relaxed.x is not None:
-            for placement in _level_plans(mix, relaxed.x):
-                add(placement)
-    lower = relaxed.bound
+    lower = 0.0
     every = _every(mix) if time_limit > 0 else None
     if every is not None:
-        found, proven = _best_of_all(mix, every)
-        lower = max(lower, proven)
+        found, lower = _best_of_all(mix, every)
         for placement in found:
+            add(placement)
+    elif time_limit > 0:
+        relaxed = relax(mix, upper or _total(mix), max(0.05, time_limit / 2))
+        lower = relaxed.bound
+        for placement in _level_plans(mix, relaxed.x) if relaxed.x is not None else ():
             add(placement)
     if not pool:
         for placement in _packed(mix) if every is None else ():
@@ -327,7 +325,7 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
     baselines: dict[str, float] = {}
     for kind, placements in simple.kinds.items():
         for placement in placements:
-            if placement in pool:
+            if placement and placement in pool:
                 name = f"single:{mix.groups[placement[0]].name}" if kind == "single" else kind
                 baselines[name] = min(baselines.get(name, float("inf")), pool[placement])
     of = worth(mix, best)

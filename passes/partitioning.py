@@ -78,8 +78,9 @@ def partition(
     problem = make_problem(ddg, profile, cluster, inflight=inflight, overlap=overlap)
     graph: KernelGraph = ddg.graph["kernels"]
     allowed = _allowed(graph, problem, pins or {})
-    score: Callable[[Evaluation], float] = lambda e: e.bottleneck_us if objective == "throughput" else e.makespan_us  # noqa:
-    E731
+
+    def score(evaluation: Evaluation) -> float:
+        return evaluation.bottleneck_us if objective == "throughput" else evaluation.makespan_us
 
     singles: dict[str, Evaluation] = {}
     for g, device in enumerate(problem.devices):

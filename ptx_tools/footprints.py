@@ -294,8 +294,9 @@ class Recorder:
         first = start // unit
         count = (start + size - 1) // unit - first + 1
         if count > LARGEST_MAP:
-            unique = np.unique(at)
-            self._add(index, write, unique, unique + width)
+            at = np.sort(at)
+            at = at[np.concatenate(([True], at[1:] > at[:-1]))]
+            self._add(index, write, at, at + width)
             return
         key = (index, write, unit)
         marks = self.marks.get(key)

@@ -57,6 +57,8 @@ class _Issue:
     mail: dict[tuple[int, int, str], _Posted] = field(default_factory=dict)
     reading: list[dict[str, list[torch.cuda.Event]]] = field(default_factory=list)  # lane → storage → copies that read it
     written_replicas: list[tuple[int, str, int]] = field(default_factory=list)
+    taken: set[tuple[int, int, str]] = field(default_factory=set)
+    posted: int = 0
 
 
 class CudaLaneExecutor:
@@ -157,12 +159,12 @@ class CudaLaneExecutor:
         at = [0] * len(self.lanes)
         lists = [lane.instructions for lane in self.program.lanes]
         while any(at[i] < len(lists[i]) for i in range(len(at))):
-            moved = False
+            moved, posted = False, issue.posted
             for lane, instructions in enumerate(lists):
                 while at[lane] < len(instructions) and self._step(lane, at[lane], instructions[at[lane]], issue):
                     at[lane] += 1
                     moved = True
-            if not moved:
+            if not moved and issue.posted == posted:
                 raise ProgramError("the lanes wait for each other; verify() refuses such programs")
         for lane in self.replicas:
             if self.replicas[lane]:  # the next request may refresh a replica in place
@@ -187,13 +189,21 @@ class CudaLaneExecutor:
             for storage, version in segment.written:
                 env[version] = env[storage]
         elif isinstance(instruction, Send):
-            payload = env[instruction.value]
-            issue.mail[lane, instruction.to, instruction.value] = _Posted(payload, streams.compute.record_event())
+            # A rendezvous, as verify() assumes: only once the copy is issued can what comes next be ordered behind it.
+            key = (lane, instruction.to, instruction.value)
+            if key in issue.taken:
+                issue.taken.remove(key)
+                return True
+            if key not in issue.mail:
+                issue.mail[key] = _Posted(env[instruction.value], streams.compute.record_event())
+                issue.posted += 1
+            return False
         elif isinstance(instruction, Recv):
             posted = issue.mail.pop((instruction.source, lane, instruction.value), None)
             if posted is None:
                 return False
             self._receive(lane, instruction, posted, issue)
+            issue.taken.add((instruction.source, lane, instruction.value))
         elif isinstance(instruction, Signal):
             issue.mail[lane, instruction.to, f"signal {instruction.kernel}"] = _Posted(None, streams.compute.record_event())
         elif isinstance(instruction, Wait):

@@ -1,4 +1,4 @@
-"""The best mixture of plans, the best single plan and the fastest request: all against enumeration, and what must never change."""
+"""The best mixture of plans, the best single plan and the fastest request: against enumeration, and what must never change."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_way_of_large_mixes_holds_its_bounds(groups, monkeypatch):
     """Without enumeration: never below the optimum, bound never above; two groups without memory still exact."""
     monkeypatch.setattr(mixture, "FEW", 0)
     singles = mixtures = count = 0
-    for seed in range(150):
+    for seed in range(100):
         mix = random_mix(5000 + seed, groups)
         best = optimum(mix)
         if best is None:
@@ -189,7 +189,7 @@ mixes = st.builds(
     sizes_of,
     st.booleans(),
 )
-limited = settings(max_examples=25, deadline=None, derandomize=True)
+limited = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def no_worse(changed, before):
@@ -304,7 +304,7 @@ RATIOS = {
 @pytest.mark.parametrize(("cell", "gbps"), RATIOS)
 def test_census_overlapped_reaches_the_bound(cell, gbps):
     """Throughput over two replicas, at least what a direct formulation reached; one plan comes close."""
-    plan = best_mixture(census(gbps, CELLS[cell]))
+    plan = best_mixture(census(gbps, CELLS[cell]), time_limit=2.5)
     assert plan.gap <= 0.005
     assert plan.single_gap <= 0.01
     assert plan.baselines["replicas"] / plan.bottleneck_us >= RATIOS[cell, gbps]
@@ -313,11 +313,14 @@ def test_census_overlapped_reaches_the_bound(cell, gbps):
 
 @pytest.mark.parametrize(("cell", "gbps"), RATIOS)
 def test_census_serial_reaches_the_bound_and_never_loses(cell, gbps):
-    plan = best_mixture(census(gbps, CELLS[cell], overlap=False))
+    one = gbps == 200 and cell in ("x2", "x4")
+    plan = best_mixture(
+        census(gbps, CELLS[cell], overlap=False), gap=2e-3 if one and cell == "x4" else 5e-3, time_limit=20 if one else 3.5
+    )
     assert plan.gap <= 0.005
     replicas = plan.baselines["replicas"]
     assert replicas / plan.bottleneck_us >= 1.0
-    if gbps == 200 and cell in ("x2", "x4"):
+    if one:
         assert replicas / plan.single_us >= {"x2": 1.096, "x4": 1.119}[cell]
 
 
@@ -443,7 +446,7 @@ def test_degenerate_mixes():
     assert nothing.bottleneck_us == 0
     assert fastest_request(mix_of([], sizes=[1, 2])).bottleneck_us == 0
     one = best_mixture(mix_of([[3.0]], sizes=[2]))
-    assert (one.bottleneck_us, one.single_us, one.gap) == (1.5, 1.5, 0.0)
+    assert (one.bottleneck_us, one.single_us, round(one.gap, 9)) == (1.5, 1.5, 0.0)
     assert one.recommendation == "one device"
     free = best_mixture(mix_of([[0, 0], [0, 0]], [Move("v", 0, 0, (1,))]))
     assert free.bottleneck_us == free.bound_us == 0

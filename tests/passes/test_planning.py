@@ -1,0 +1,242 @@
+"""Joint plans of dependence graphs: shared weights, batch sizes, pins, identical devices, and bad input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tessera_compile.catalogue import make_cluster
+from tessera_compile.passes import depend
+from tessera_compile.passes.cluster import Cluster, Device, Link
+from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
+from tessera_compile.passes.ir import Profile
+from tessera_compile.passes.planning import Batches, plan_mix
+from tests.graphs import cpus, synthetic
+
+
+def unlike(memory=(1 << 40, 1 << 40), gb_per_s=1.0):
+    devices = tuple(Device(f"d{i}", f"t{i}", "modelled", m, 1.0, 8.0) for i, m in enumerate(memory))
+    return Cluster(devices, {(a.name, b.name): Link(gb_per_s, 1.0) for a in devices for b in devices if a is not b})
+
+
+def profile_of(rows, devices=None):
+    names = devices or [f"d{g}" for g in range(len(rows[0]))]
+    return Profile.of(
+        {f"k{i}": {d: us for d, us in zip(names, row, strict=True) if us is not None} for i, row in enumerate(rows)}
+    )
+
+
+def phase(name, rows, *, devices=None, **options):
+    count = len(rows)
+    ddg = synthetic([(k, k + 1) for k in range(count - 1)], count, **options)
+    weights = list(options.get("weights") or ())
+    ddg.graph.update(name=name, profile=profile_of(rows, devices), storages={w: w for w in weights})
+    return ddg
+
+
+def test_phases_go_where_they_are_fastest():
+    prefill, decode = phase("prefill", [[90, 10], [90, 10]]), phase("decode", [[10, 90], [10, 90]])
+    plan = plan_mix([(prefill, 1.0), (decode, 1.0)], unlike())
+    assert plan.plans[0].placement == {"prefill/k0": "d1", "prefill/k1": "d1", "decode/k0": "d0", "decode/k1": "d0"}
+    assert plan.status == "optimal within the gap"
+    assert plan.baselines["prefill-decode"] == 20
+    assert plan.bottleneck_us <= 20
+    assert plan.batches == (1, 1)
+
+
+def test_phases_share_their_weights():
+    """Both phases on one device hold the weights once; without that they would not fit there."""
+    weights = {"w": (1000, [0, 1])}
+    phases = [(phase(n, [[1, 50], [1, 50]], weights=weights), 1.0) for n in ("prefill", "decode")]
+    # Activations at the peak: x, v0 and v1 of 1000 bytes.
+    plan = plan_mix(phases, unlike((4000, 10_000)))
+    assert set(plan.single.placement.values()) == {"d0"}
+    assert plan.loads["d0"][2] == 4000
+    for ddg, _ in phases:
+        del ddg.graph["storages"]
+    apart = plan_mix(phases, unlike((4000, 10_000)))
+    assert set(apart.single.placement.values()) == {"d0", "d1"}
+
+
+def test_profiles_may_be_given():
+    ddg = synthetic([(0, 1)], 2)
+    plan = plan_mix([(ddg, 2.0)], unlike(), profiles=[profile_of([[1, 9], [1, 9]])])
+    assert set(plan.plans[0].placement.values()) == {"d0"}
+    with pytest.raises(PlanError, match="has no profile"):
+        plan_mix([(ddg, 1.0)], unlike())
+    with pytest.raises(PlanError, match="2 profiles for 1 plain graphs"):
+        plan_mix([(ddg, 1.0)], unlike(), profiles=[profile_of([[1, 9], [1, 9]])] * 2)
+
+
+# --- batches
+
+
+def batches(times, activations):
+    """Batch → a graph of one kernel of so many µs and activation bytes."""
+    options = {}
+    for batch, us in times.items():
+        ddg = synthetic([], 1, nbytes=[activations[batch]], reads_input=())
+        ddg.graph["name"] = "decode"
+        options[batch] = (ddg, profile_of([[us, us]]))
+    return Batches(options)
+
+
+def test_the_larger_batch_where_a_request_is_cheaper_in_it():
+    part = batches({1: 10.0, 4: 16.0}, {1: 1000, 4: 4000})
+    plan = plan_mix([(part, 8.0)], unlike())
+    assert plan.batches == (4,)
+    assert plan.bottleneck_us <= 8 / 4 * 16 / 2 + 1e-9 + 8 / 4 * 5
+    assert plan.single_us == 8 / 4 * 16
+
+
+def test_the_smaller_batch_where_it_is_as_fast_or_memory_forbids():
+    assert plan_mix([(batches({1: 10.0, 4: 41.0}, {1: 1000, 4: 4000}), 1.0)], unlike()).batches == (1,)
+    part = batches({1: 10.0, 4: 16.0}, {1: 1000, 4: 4000})
+    assert plan_mix([(part, 8.0)], unlike((2000, 2000))).batches == (1,)
+    assert plan_mix([(part, 8.0)], unlike((5000, 5000))).batches == (4,)  # and 1000 of x
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        plan_mix([(part, 8.0)], unlike((500, 500)))
+
+
+def test_the_bound_is_over_all_batches():
+    part = batches({1: 10.0, 2: 20.0, 4: 40.0}, {1: 0, 2: 0, 4: 0})
+    plan = plan_mix([(part, 1.0)], unlike())
+    alone = [plan_mix([(Batches({b: part.options[b]}), 1.0)], unlike()) for b in (1, 2, 4)]
+    assert plan.bottleneck_us == pytest.approx(min(p.bottleneck_us for p in alone))
+    assert plan.bound_us == pytest.approx(min(p.bound_us for p in alone))
+
+
+def test_phases_choose_their_batches_apart():
+    """Decode gains from batching, prefill does not."""
+    decode = batches({1: 10.0, 8: 12.0}, {1: 100, 8: 800})
+    prefill = batches({1: 50.0, 8: 400.5}, {1: 100, 8: 800})
+    plan = plan_mix([(prefill, 1.0), (decode, 16.0)], unlike())
+    assert plan.batches == (1, 8)
+
+
+def test_bad_batches():
+    with pytest.raises(PlanError, match="at least one"):
+        Batches({})
+    with pytest.raises(PlanError, match="none below 1"):
+        Batches({0: (synthetic([], 1), profile_of([[1, 1]]))})
+
+
+# --- pins
+
+
+def test_pins():
+    prefill, decode = phase("prefill", [[90, 10], [90, 10]]), phase("decode", [[10, 90], [10, 90]])
+    plan = plan_mix([(prefill, 1.0), (decode, 1.0)], unlike(), pins={"k1": "d0", "layer0": "d1"})
+    expected = {"prefill/k0": "d1", "prefill/k1": "d0", "decode/k0": "d1", "decode/k1": "d0"}
+    assert all(p.placement == expected for p in plan.plans)
+
+
+def test_bad_pins():
+    ddg = phase("a", [[1, 1], [1, None]])
+    for pins, message in (
+        ({"k0": "gpu"}, "names 'gpu', which is not in the cluster"),
+        ({"k7": "d0"}, "matches no kernel"),
+        ({"k0": "d0", "layer0": "d1"}, "'k0' is pinned to two devices"),
+        ({"k1": "d1"}, "'a/k1' is pinned to 'd1', which cannot run it"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            plan_mix([(ddg, 1.0)], unlike(), pins=pins)
+
+
+# --- identical devices
+
+
+def test_identical_devices_are_one_group():
+    """Two A100s serve different requests: half the time of one."""
+    cluster = make_cluster("2xa100-80gb,l40s@200Gbps+10us")
+    devices = list(cluster.names)
+    ddg = phase("m", [[10, 10, 40], [10, 10, 40]], devices=devices)
+    plan = plan_mix([(ddg, 1.0)], cluster)
+    assert plan.groups["a100-80gb"] == ("a100-80gb#0", "a100-80gb#1")
+    assert plan.baselines["single:a100-80gb"] == 10
+    # Rates add up: 2 / 20 of the pair and 1 / 80 of the other.
+    assert plan.baselines["replicas"] == pytest.approx(80 / 9, rel=1e-2) or plan.baselines["replicas"] >= 80 / 9
+    assert plan.bottleneck_us <= plan.baselines["replicas"]
+    pinned = plan_mix([(ddg, 1.0)], cluster, pins={"k0": "a100-80gb", "k1": "a100-80gb#1"})
+    assert set(pinned.single.placement.values()) == {"a100-80gb"}
+
+
+def test_identical_devices_split_a_request_where_memory_forbids_replicas():
+    """Weights of 1000 bytes each, and room for one beside the activations."""
+    ddg = phase("m", [[10, 10], [10, 10]], weights={"a": (1000, [0]), "b": (1000, [1])})
+    roomy = plan_mix([(ddg, 1.0)], cpus(2, memory=10_000))
+    assert list(roomy.groups) == ["cpu"]
+    assert roomy.bottleneck_us == 10
+    tight = plan_mix([(ddg, 1.0)], cpus(2, memory=4000))
+    assert list(tight.groups) == ["d0", "d1"]
+    assert sorted(tight.single.placement.values()) == ["d0", "d1"]
+    assert tight.bottleneck_us == 10
+    assert tight.loads["d0"][2] <= 4000
+    pinned = plan_mix([(ddg, 1.0)], cpus(2, memory=4000), pins={"k1": "d0"})
+    assert pinned.single.placement == {"m/k0": "d1", "m/k1": "d0"}
+    both = plan_mix([(ddg, 1.0)], cpus(2, memory=4000), pins={"k1": "cpu"})
+    assert sorted(both.single.placement.values()) == ["d0", "d1"]
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        plan_mix([(ddg, 1.0)], cpus(2, memory=3500))
+
+
+def test_pins_to_a_group_hold_where_its_members_are_planned_apart():
+    cluster = Cluster(
+        (*cpus(2, memory=4000).devices, Device("big", "gpu", "modelled", 1 << 40, 1.0, 1.0)),
+        {(a, b): Link(1.0, 1.0) for a in ("d0", "d1", "big") for b in ("d0", "d1", "big") if a != b},
+    )
+    ddg = phase("m", [[10, 10, 1]] * 2, devices=["d0", "d1", "big"], weights={"a": (1000, [0]), "b": (1000, [1])})
+    free = plan_mix([(ddg, 1.0)], cluster)
+    assert "big" in set(free.single.placement.values())
+    plan = plan_mix([(ddg, 1.0)], cluster, pins={"k*": "cpu"})
+    for p in (*plan.plans, plan.single):
+        assert sorted(p.placement.values()) == ["d0", "d1"]
+
+
+# --- bad input
+
+
+def test_bad_input():
+    ddg = phase("a", [[1, 1], [1, 1]])
+    for weight in (0, -1, math.nan, math.inf):
+        with pytest.raises(PlanError, match="positive number"):
+            plan_mix([(ddg, weight)], unlike())
+    with pytest.raises(PlanError, match="at least one"):
+        plan_mix([], unlike())
+    for limit in (-1, math.nan, "long"):
+        with pytest.raises(PlanError, match="time_limit"):
+            plan_mix([(ddg, 1.0)], unlike(), time_limit=limit)
+    with pytest.raises(ProfileError, match="k1"):
+        plan_mix([(ddg, 1.0)], unlike(), profiles=[profile_of([[1, 1]])])
+    with pytest.raises(ProfileError, match="k0"):
+        plan_mix([(ddg, 1.0)], unlike(), profiles=[profile_of([[math.nan, 1], [1, 1]])])
+    cyclic = ddg.copy()
+    cyclic.add_edge("k1", "k0", kind="raw")
+    with pytest.raises(PlanError, match="cycle"):
+        plan_mix([(cyclic, 1.0)], unlike())
+
+
+def test_no_time_is_a_heuristic_that_says_so():
+    prefill, decode = phase("prefill", [[90, 10], [90, 10]]), phase("decode", [[10, 90], [10, 90]])
+    plan = plan_mix([(prefill, 1.0), (decode, 1.0)], unlike(), time_limit=0)
+    assert plan.status == "heuristic: no time to solve"
+    assert plan.bottleneck_us == 20
+
+
+def test_what_does_not_fit_is_named():
+    ddg = phase("m", [[1, 1]], weights={"huge": (5 << 30, [0])})
+    with pytest.raises(InfeasibleError, match=r"huge 5\.0 GiB"):
+        plan_mix([(ddg, 1.0)], unlike((1 << 30, 1 << 30)))
+
+
+def test_module_paths_give_layers_and_blocks():
+    ddg = phase("m", [[1, 9], [9, 1], [1, 9], [9, 1]])
+    graph = ddg.graph["kernels"]
+    modules = ["layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp"]
+    changed = depend(replace(graph, kernels=tuple(replace(k, module=m) for k, m in zip(graph.kernels, modules, strict=True))))
+    changed.graph.update(name="m", profile=ddg.graph["profile"])
+    plan = plan_mix([(changed, 1.0)], unlike(gb_per_s=100.0))
+    assert {"layers", "attention-ffn", "attention-ffn+replicas"} <= set(plan.baselines)
+    assert plan.baselines["attention-ffn"] < plan.baselines["layers"]
