@@ -1,18 +1,19 @@
 """Mix → :class:`MixPlan`: which plans, and which share of the requests each one serves.
 
-A mixture of plans p with shares λ_p ≥ 0, Σ λ = 1, takes max over resources of Σ_p λ_p · load(p): one plan may keep one group busy while
-another keeps the other, which is how replicas work. The optimum over all mixtures is at least the relaxation's bound.
+A mixture of plans p with shares λ_p ≥ 0, Σ λ = 1, takes max over resources of Σ_p λ_p · load(p): one plan may keep one group busy
+while another keeps the other, which is how replicas work. The optimum over all mixtures is at least the relaxation's bound.
 
-1. Solve the relaxation (``relaxation.py``): fractions x[k, g] and a certified bound.
-2. Cut plans from the fractions (:func:`_level_plans`): with an order of the groups and a threshold θ ∈ (0, 1], kernel k goes to
-   the first group whose cumulated fraction reaches θ. Over a θ drawn at random the expected load of each group is that of the fractions, and
-   with two groups so is that of each link: then this mixture *is* the optimum.
-3. The simple plans (``baselines.py``) are added, so no mixture of those is better than what comes out.
-4. More plans are priced in: moves of kernels that make a plan cheaper under the prices of the resources (:func:`_descend`); with two
-   groups none is left.
-5. The master program chooses the shares (:func:`_master`); a vertex of it uses at most one plan for each tight resource. Where the
-   weights of all plans together exceed a group's memory, it is solved with one binary for each plan.
-6. Shares become whole requests out of at most 256 (:func:`whole_shares`).
+1. Where there are few placements (:data:`FEW`) all are tried, and the rest is not needed (:func:`_best_of_all`).
+2. Solve the relaxation (``relaxation.py``): fractions x[k, g] and a certified bound.
+3. Cut plans from the fractions (:func:`_level_plans`): with an order of the groups and a threshold θ ∈ (0, 1], kernel k goes to
+   the first group whose cumulated fraction reaches θ. Over a θ drawn at random the expected load of each group is that of the
+   fractions, and with two groups so is that of each link: then this mixture *is* the optimum.
+4. The simple plans (``baselines.py``) are added, so no mixture of those is better than what comes out.
+5. More plans are priced in: moves of kernels that make a plan cheaper under the prices of the resources (:func:`_descend`); with
+   two groups none is left.
+6. The master program chooses the shares (:func:`_master`); a vertex of it uses at most one plan for each tight resource. Where the
+   weights of all plans together exceed a group's memory, it is solved with one binary for each resident and group.
+7. Shares become whole requests out of at most 256 (:func:`whole_shares`).
 
 The single best plan is sought in the same pool, improved by moves, and for two groups by ``milp``.
 """
@@ -56,10 +57,10 @@ class SharedPlan:
 class MixPlan:
     """What the planner decided for a mix.
 
-    bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better. ``single`` is the
-    best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of the mixture serves.
-    baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its busiest link, bytes of memory on a
-    member).
+    bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better. ``single``
+    is the best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of the mixture
+    serves. baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its busiest link, bytes
+    of memory on a member when all plans are resident).
     """
 
     plans: tuple[SharedPlan, ...]
@@ -144,8 +145,8 @@ class MixPlan:
 def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> MixPlan:
     """The best mixture of plans that can be proven so, and the best single plan.
 
-    Where there are few placements (:data:`FEW`) all of them are tried, and both are the optimum. Raises InfeasibleError where no plan
-    fits into memory. With ``time_limit`` 0 the simple plans alone are mixed, and the status says so.
+    Where there are few placements (:data:`FEW`) all of them are tried, and both are the optimum. Raises InfeasibleError where no
+    plan fits into memory. With ``time_limit`` 0 the simple plans alone are mixed, and the status says so.
     """
     mix.check()
     started = time.perf_counter()
@@ -261,10 +262,11 @@ def _best_of_all(mix: Mix, every: np.ndarray) -> tuple[list[Placement], float]:
 def fastest_request(mix: Mix, *, time_limit: float = 60.0) -> MixPlan:
     """The plan whose single request, alone on the cluster, is done first.
 
-    Where there are few placements (:data:`FEW`) all are tried. Where kernels run one at a time (each workload is a chain) the time
-    is at least Σ compute + Σ moves between neighbours, least by dynamic programming, and for two groups with moves of state between
-    workloads by a minimum cut: the bound, and the optimum where there are no other moves. Otherwise branches may run side by side:
-    plans cut from the relaxation, simple plans and moves of kernels are judged by list scheduling, and the bound is the longest path.
+    Where there are few placements (:data:`FEW`) all are tried. Otherwise no request is faster than the longest path of each
+    workload, whose kernels and moves between them come one after the other: least by dynamic programming, and for two groups with
+    moves of state between workloads by a minimum cut. That is the bound; where the path is all there is (a chain without skip
+    edges), its placement is the optimum. Branches may run side by side: plans cut from the relaxation, simple plans and moves of
+    kernels are judged by list scheduling.
     """
     mix.check()
     started = time.perf_counter()
@@ -527,8 +529,8 @@ def _union_fits(mix: Mix, placements: Sequence[Placement]) -> bool:
 def _master_with_memory(
     mix: Mix, names: Sequence[Placement], table: np.ndarray, gap: float = 1e-4, seconds: float = 10.0
 ) -> list[tuple[Placement, float]]:
-    """The master program where memory holds only some plans together, with one binary for each resident and group: r[w, g] ≥ Σ λ_p
-    of the plans that want w on g, Σ bytes · r ≤ memory. ``table`` is in units in which the best plan takes 1."""
+    """The master program where memory holds only some plans together, with one binary for each resident and group: r[w, g] ≥ Σ
+    λ_p of the plans that want w on g, Σ bytes · r ≤ memory. ``table`` is in units in which the best plan takes 1."""
     places = np.array(names, dtype=np.int64).reshape(len(names), len(mix.kernels))
     count = len(names)
     wanted: list[np.ndarray] = []  # of each binary, the plans that want it
@@ -791,8 +793,8 @@ def _does_not_fit(mix: Mix) -> InfeasibleError:
     items = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes, _, _ in biggest) or "no weights"
     rooms = ", ".join(f"{g.name} {format_bytes(g.memory)}" for g in mix.groups if np.isfinite(g.memory))
     return InfeasibleError(
-        f"the mix does not fit: weights and state {format_bytes(total)} plus {format_bytes(mix.activation_bytes)} of activations on each "
-        f"device, against {rooms}. Biggest: {items}. Add a device, raise max_memory or remove pins"
+        f"the mix does not fit: weights and state {format_bytes(total)} plus {format_bytes(mix.activation_bytes)} of activations "
+        f"on each device, against {rooms}. Biggest: {items}. Add a device, raise max_memory or remove pins"
     )
 
 

@@ -120,14 +120,16 @@ def _show(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from .deciding import verdict
+    from .isa import check_version
 
     module = _read(arguments.file)
+    check_version(module)
     console = Console(soft_wrap=True, highlight=False)
     version = ".".join(map(str, module.version))
     kernels = [module.kernel(arguments.kernel)] if arguments.kernel else list(module.kernels.values())
     devices = [f for f in module.functions.values() if not f.entry and f.body is not None]
     console.print(
-        f"{escape(str(arguments.file))}: PTX {version} for {module.target}, {len(module.kernels)} kernels, {len(devices)} device functions"
+        f"{escape(str(arguments.file))}: PTX {version} for {module.target}, {_count(len(module.kernels), "kernel")}, {_count(len(devices), "device function")}"
     )
     for function in kernels + ([] if arguments.kernel else devices):
         console.print(f"\n[bold]{'kernel' if function.entry else 'function'} {escape(function.name)}[/bold]")
@@ -152,6 +154,10 @@ def _show(arguments: argparse.Namespace) -> int:
         else:
             console.print("  touches no memory" if arguments.all else "  touches no global memory")
     return 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print_verdict(console: Any, found: Any) -> None:
@@ -336,15 +342,15 @@ def _check_file(path: Path, ptxas: str | None) -> str:
     from .printing import to_text
 
     module = _read(path)
-    original = assemble(module.text, ptxas=ptxas)
+    original = assemble(module.text, ptxas=ptxas, name=str(path))
     printed = to_text(module)
     if to_text(parse(printed, name=str(path))) != printed:
         raise PtxError(f"{path}:1:1: printing it twice gives two texts")
-    if sass(original.cubin) != sass(assemble(printed, ptxas=ptxas).cubin):
+    if sass(original.cubin) != sass(assemble(printed, ptxas=ptxas, name=f"{path} as printed").cubin):
         raise PtxError(f"{path}:1:1: the printed module assembles to other code")
     made = instrument(module)
-    after = assemble(made.text, ptxas=ptxas)
-    parts = [f"round trip exact, {len(module.kernels)} kernels"]
+    after = assemble(made.text, ptxas=ptxas, name=f"{path} instrumented")
+    parts = [f"round trip exact, {_count(len(module.kernels), 'kernel')}"]
     for name in module.kernels:
         old, new = original.kernels.get(name), after.kernels.get(name)
         if old is None or new is None:

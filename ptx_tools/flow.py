@@ -219,6 +219,8 @@ class _Builder:
         if item.opcode == "call":
             self.call(item, scope, prefix, predicate, stack)
             return
+        if item.opcode in ("bra", "brx") and len(item.operands) != (1 if item.opcode == "bra" else 2):
+            raise isa.malformed(item, self.where(item))
         if item.opcode in ("bra", "brx"):
             target = item.operands[-1 if item.opcode == "brx" else 0]
             if not isinstance(target, Name) or target.text not in labels:
@@ -307,6 +309,11 @@ class _Builder:
         if predicate is not None:
             self.add("bra", (), (Name(done),), predicate, not item.negated, item)
         bind: dict[str, str] = {}
+        if len(function.params or ()) != len(arguments) or len(function.returns or ()) != len(results):
+            raise PtxError(
+                f"{self.where(item)}: expected {len(function.params or ())} arguments and {len(function.returns or ())} results for "
+                f"{function.name}, found {len(arguments)} and {len(results)}"
+            )
         for formal, actual in zip((function.params or ()), arguments, strict=True):
             resolved = self.resolve(actual, scope, item)
             if formal.space == "param" and isinstance(resolved, Name) and resolved.text in self.variables:

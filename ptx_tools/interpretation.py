@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NoReturn
 
 import networkx as nx
@@ -40,6 +41,9 @@ from .shared_memory import BARRIERS, SharedMemory
 from .slicing import Slice, call_slots, is_barrier, op_defs, slice_kernel
 from .syntax import TYPE_BYTES, Address, Literal, Module, Name, Not, Offset, Operand, Pair, PtxError, Vector
 from .values import UNKNOWN, Partial, Poison, Value, and_bad, blend
+
+MOST_SHARED = 232_448
+"""Bytes of shared memory a block may have on any GPU that PTX knows so far."""
 
 LANES = 1 << 17
 """Threads interpreted at once: arrays of this many 64-bit values stay near the cache."""
@@ -83,14 +87,23 @@ def footprint(
     """
     grid_, block_ = _dim3("grid", grid), _dim3("block", block)
     cluster_ = _dim3("cluster", cluster) if cluster is not None else _declared_cluster(module, kernel)
-    if any(n < 0 for n in grid_) or any(n < 1 for n in block_) or math.prod(block_) > 1024:
-        raise ValueError(f"grid {grid_} and block {block_}: a block has 1 to 1024 threads and no size is negative")
+    if any(n < 0 for n in grid_) or any(n < 1 for n in block_) or math.prod(block_) > 1024 or block_[2] > 64:
+        raise ValueError(f"grid {grid_} and block {block_}: a block has 1 to 1024 threads, 64 along z, and no size is negative")
+    if grid_[0] >= 1 << 31 or max(grid_[1:]) >= 1 << 16:
+        raise ValueError(f"grid {grid_}: at most 2^31 - 1 blocks along x and 65535 along y and z")
+    if any(n < 1 for n in cluster_) or math.prod(cluster_) > 16:
+        raise ValueError(f"cluster {cluster_}: a cluster has 1 to 16 blocks")
+    if not 0 <= shared_bytes <= MOST_SHARED:
+        raise ValueError(f"shared_bytes {shared_bytes}: a block has 0 to {MOST_SHARED} bytes")
     if any(g % c for g, c in zip(grid_, cluster_, strict=True)):
         raise ValueError(f"grid {grid_} is no multiple of the cluster {cluster_}")
     function = module.kernel(kernel)
     limit = _required_threads(function)
     if limit is not None and limit != block_:
         raise ValueError(f"{function.name} is compiled for blocks of {limit}, not {block_}")
+    most = _most_threads(function)
+    if most is not None and math.prod(block_) > most:
+        raise ValueError(f"{function.name} is compiled for at most {most} threads a block, not {math.prod(block_)}")
     flow = flatten(module, function.name)
     machine = _Machine(slice_kernel(flow), grid_, block_, cluster_, args, shared_bytes, symbols or {}, extra or {})
     with np.errstate(all="ignore"):
@@ -98,7 +111,7 @@ def footprint(
 
 
 def _dim3(what: str, value: Dim) -> tuple[int, int, int]:
-    numbers = (value,) if isinstance(value, int) else tuple(value)
+    numbers = tuple(int(n) for n in ((value,) if isinstance(value, Integral) else value))
     if not 1 <= len(numbers) <= 3:
         raise ValueError(f"{what} {value} must have one to three numbers")
     x, y, z = (*numbers, 1, 1)[:3]
@@ -120,6 +133,13 @@ def _required_threads(function: Any) -> tuple[int, int, int] | None:
     for directive in function.tuning:
         if directive.name == ".reqntid":
             return _numbers(directive.tokens)
+    return None
+
+
+def _most_threads(function: Any) -> int | None:
+    for directive in function.tuning:
+        if directive.name == ".maxntid":
+            return math.prod(_numbers(directive.tokens))
     return None
 
 
@@ -148,6 +168,12 @@ class _Machine:
             known.append((self.symbols[name][1], np.frombuffer(data, np.uint8), name))
         self.known = known
         self.guards: set[str] = set()
+        self.read_params = {
+            access.address.base.text
+            for index in sliced.needed
+            for access in sliced.accesses[index]
+            if access.space == "param" and access.address is not None and access.address.base is not None
+        }
         self.order = _running_order(self.flow)
         self.code = {b.index: self._compile_block(b.index) for b in self.flow.blocks}
         self.local_registers = self._block_local()
@@ -197,7 +223,9 @@ class _Machine:
     # -- failures
 
     def refuse(self, op: Op, why: str) -> NoReturn:
-        raise NotDerivable(f"{self.flow.where(op)}: {op.instruction.mnemonic}: {why}")
+        absent = [name for name, at in self.launch.offsets.items() if name in self.read_params and not self.launch.known[at]]
+        hint = f" (these parameters were not given: {', '.join(absent)})" if absent and "depend" in why else ""
+        raise NotDerivable(f"{self.flow.where(op)}: {op.instruction.mnemonic}: {why}{hint}")
 
     # -- running
 
@@ -233,6 +261,7 @@ class _Machine:
         self.specials = self._special_values(ids)
         self.shared = SharedMemory(self.count, self.threads, self.shared_size) if self.slice.shared else None
         self.maps: list[tuple[Array, dict[str, Value]]] = []
+        self.built: dict[int, TensorMap] = {}
         exit_ = self.flow.exit
         # pending: (rank, block, first instruction) → mask
         pending: dict[tuple[int, int, int], Array] = {(self.order[0], 0, 0): np.ones((1, 1), bool)}
@@ -326,14 +355,14 @@ class _Machine:
             operands = operands[1:2] + (operands[2:3] if len(operands) > 3 else [])
         if not mask.any():
             return
-        numbers = self._barrier_operand(operands[0], mask, op) if operands else np.zeros(self.shape, np.int64)
-        counts = self._barrier_operand(operands[1], mask, op) if len(operands) > 1 else np.full(self.shape, -1)
-        if (whole & (numbers >= BARRIERS)).any():
-            self.refuse(op, f"there are {BARRIERS} barriers")
+        numbers = self._barrier_operand(operands[0], mask, op) if operands else np.zeros((1, 1), np.int64)
+        counts = self._barrier_operand(operands[1], mask, op) if len(operands) > 1 else np.full((1, 1), -1)
         waits = "arrive" not in op.modifiers
-        for barrier in np.unique(numbers[whole]).tolist():
+        for barrier in _distinct(numbers, whole):
             here = whole & (numbers == barrier)
-            for count in np.unique(counts[here]).tolist():
+            if barrier >= BARRIERS:
+                self.refuse(op, f"there are {BARRIERS} barriers")
+            for count in _distinct(counts, here):
                 self.shared.arrive(barrier, here & (counts == count), None if count < 0 else count, waits)
         if not waits:
             pending[after] = pending[after] | mask if after in pending else mask
@@ -347,8 +376,7 @@ class _Machine:
         self._release(pending, waiting, exited)
 
     def _barrier_operand(self, operand: Operand, mask: Array, op: Op) -> Array:
-        value = self.decided(self.operand(operand, "u32")(), mask, op, "the barrier depends on data")
-        return np.broadcast_to(value, self.shape).astype(np.int64)
+        return self.decided(self.operand(operand, "u32")(), mask, op, "the barrier depends on data").astype(np.int64)
 
     def _release(
         self, pending: dict[tuple[int, int, int], Array], waiting: dict[tuple[int, int, int], tuple[Array, Array]], exited: Array
@@ -552,11 +580,16 @@ class _Machine:
         code: list[tuple[Callable[[], None], Op]] = []
         for op in self.flow.blocks[index].ops:
             steps: list[Callable[[], None]] = []
-            for access in self.slice.accesses[op.index]:
-                if access.outside:
-                    steps.append(self._record(op, access))
-            if op.index in self.slice.needed:
-                steps.append(self._execute(op))
+            try:
+                for access in self.slice.accesses[op.index]:
+                    if access.outside:
+                        steps.append(self._record(op, access))
+                if op.index in self.slice.needed:
+                    steps.append(self._execute(op))
+            except isa.WRITTEN_WRONG as error:
+                if isinstance(error, PtxError):
+                    raise
+                raise isa.malformed(op.source, self.flow.where(op)) from None
             code.extend((step, op) for step in steps)
         return code
 
@@ -628,6 +661,7 @@ class _Machine:
         """A write that may or may not happen: what it could touch is unknown from here on."""
         if op.opcode == "tensormap":
             self.maps.clear()
+            self.built.clear()
         if self.shared is not None and any(a.writes and a.space in ("shared", "generic") for a in self.slice.accesses[op.index]):
             self.shared.forget()
         for access in self.slice.accesses[op.index]:
@@ -1393,11 +1427,14 @@ class _Machine:
             chosen = np.broadcast_to(mask, shape)
             table = np.stack([np.broadcast_to(v, shape)[chosen].astype(np.int64) for v in values], axis=1)
             where = np.broadcast_to(address, shape)[chosen]
-            for descriptor in np.unique(where):
-                if int(descriptor) < WINDOW:  # a map in global memory is read itself
-                    self.recorder.mark(False, np.array([descriptor], np.int64), 128)
-                mine = np.unique(table[where == descriptor], axis=0)
-                map_ = self._map_at(int(descriptor), op)
+            descriptors, which = np.unique(where, return_inverse=True)
+            inside = descriptors[descriptors < np.uint64(WINDOW)]
+            self.recorder.mark(False, inside, 128)  # a map in global memory is read itself
+            maps: dict[TensorMap, list[int]] = {}  # often one map at many addresses
+            for position, descriptor in enumerate(descriptors.tolist()):
+                maps.setdefault(self._map_at(descriptor, op), []).append(position)
+            for map_, positions in maps.items():
+                mine = np.unique(table if len(maps) == 1 else table[np.isin(which, positions)], axis=0)
                 if len(map_.shape) != rank:
                     self.refuse(op, f"the tensor map has {len(map_.shape)} dimensions, not {rank}")
                 if rows:  # four rows of a matrix: one column, four row numbers
@@ -1418,10 +1455,14 @@ class _Machine:
                 name = next((n for n, at in self.launch.offsets.items() if at == offset), "?")
                 self.refuse(op, f"parameter {name} is used as a tensor map; pass a TensorMap for it")
             return found
+        known = self.built.get(address)
+        if known is not None:
+            return known
         for where, fields in reversed(self.maps):
             hit = np.flatnonzero(where.reshape(-1) == address)
             if len(hit):
-                return self._built_map(fields, int(hit[0]), where.shape, op)
+                self.built[address] = self._built_map(fields, int(hit[0]), where.shape, op)
+                return self.built[address]
         self.refuse(op, "its tensor map lies in memory whose contents are not known")
 
     # -- tensor maps that a kernel builds itself
@@ -1441,6 +1482,7 @@ class _Machine:
             key = f"{field_}.{number}"
 
             def replace_field() -> None:
+                self.built.clear()
                 at = where()
                 if not isinstance(at, np.ndarray) or field_ is None:
                     self.maps.clear()
@@ -1455,6 +1497,7 @@ class _Machine:
         to, from_ = self._address(target, "global"), self._address(source, "shared")
 
         def publish() -> None:
+            self.built.clear()
             at, origin = to(), from_()
             if not isinstance(at, np.ndarray) or not isinstance(origin, np.ndarray):
                 self.maps.clear()
@@ -1523,6 +1566,14 @@ _MAP_FIELDS = frozenset(
 )  # fmt: skip
 # PTX ISA, tensormap.replace, values of .elemtype
 _MAP_ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2, 11: 4, 12: 4}
+
+
+def _distinct(values: Array, mask: Array) -> list[int]:
+    """The values that the threads of the mask have."""
+    if values.size == 1:
+        return [int(values[0, 0])]
+    found: list[int] = np.unique(np.broadcast_to(values, mask.shape)[mask]).tolist()
+    return found
 
 
 def _row_map(map_: TensorMap) -> TensorMap:

@@ -39,6 +39,15 @@ class UnknownOpcode(PtxError):
     """An instruction whose effect on memory is not in the table."""
 
 
+def malformed(instruction: Instruction, where: str) -> PtxError:
+    """For an instruction that the table knows and that lacks an operand, a type or a modifier. ptxas refuses such a module too."""
+    return PtxError(f"{where}: expected the operands, type and modifiers that {instruction.opcode} takes, found {instruction.mnemonic}")
+
+
+WRITTEN_WRONG = (IndexError, KeyError, ValueError, AttributeError, StopIteration, AssertionError)
+"""What taking an instruction apart raises where a piece of it is not there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """One access of an instruction.
@@ -78,8 +87,18 @@ SHARED_WRITES = frozenset({"stmatrix"})
 SHARED_READS = frozenset({"ldmatrix"})
 
 
+TARGETS = frozenset(
+    {10, 11, 12, 13, 20, 21, 30, 32, 35, 37, 50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
+)
+"""Architectures whose instructions the table covers."""
+
+
 def check_version(module: Module) -> None:
-    """Raise PtxError where the module is newer than the table."""
+    """Raise PtxError where the module is newer than the table, or for an architecture that it does not know."""
+    digits = "".join(c for c in module.target if c.isdigit())
+    if int(digits or 0) not in TARGETS:
+        at = module.where(next((item.span for item in module.items if getattr(item, "name", "") == ".target"), (0, 0)))
+        raise PtxError(f"{at}: target {module.target} is none that the instruction table knows, sm_10 to sm_121")
     if module.version > NEWEST_VERSION:
         version, newest = (".".join(map(str, v)) for v in (module.version, NEWEST_VERSION))
         at = module.where(next((item.span for item in module.items if getattr(item, "name", "") == ".version"), (0, 0)))
@@ -103,7 +122,12 @@ def accesses(instruction: Instruction, where: str = "<ptx>:1:1") -> tuple[Access
     if opcode in NO_ACCESS or opcode == "call":
         return ()
     family = _FAMILIES.get(opcode)
-    found = family(instruction) if family else None
+    try:
+        found = family(instruction) if family else None
+        if found and found[0].record == "fragment":
+            fragment_rows(instruction)
+    except WRITTEN_WRONG:
+        raise malformed(instruction, where) from None
     if found is None:
         raise UnknownOpcode(f"{where}: {instruction.mnemonic} is not in the instruction table, so what it touches is unknown")
     return found

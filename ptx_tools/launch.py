@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,15 @@ def bind_arguments(
             launch.maps[at] = value
             launch.buffers.append((param.name, Buffer(value.addr, value.nbytes)))
             continue
+        if isinstance(value, numbers.Integral) and not isinstance(value, int):
+            value = int(value)
+        elif isinstance(value, numbers.Real) and not isinstance(value, int | float):
+            value = float(value)
+        if not isinstance(value, Buffer | int | float | bytes):
+            raise ValueError(
+                f"{kernel}: parameter {param.name} got {type(value).__name__} {value!r}; it takes a Buffer, a TensorMap, a number, bytes, "
+                "or None where it is not known"
+            )
         raw = _encode(kernel, param, value)
         if isinstance(value, Buffer):
             launch.buffers.append((param.name, value))
@@ -175,6 +185,8 @@ def _encode(kernel: str, param: Variable, value: Buffer | int | float | bytes) -
             raise ValueError(f"{kernel}: parameter {param.name} has {size} bytes, so it is no pointer")
         return struct.pack("<Q", value.addr)
     if isinstance(value, float):
+        if param.type[0] in "us":
+            raise ValueError(f"{kernel}: parameter {param.name} is a whole number ({param.type}), got {value!r}")
         if size not in (2, 4, 8):
             raise ValueError(f"{kernel}: parameter {param.name} has {size} bytes, so it is no float")
         return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], value)

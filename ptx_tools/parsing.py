@@ -49,6 +49,7 @@ TOKEN = re.compile(
     r'|"(?:[^"\\\n]|\\.)*"|<<|>>|<=|>=|==|!=|&&|\|\||@@|[^\s]|\Z)',
     re.ASCII,
 )
+TARGET = re.compile(r"(?:sm|compute)_\d+[af]?\Z", re.ASCII)
 IDENTIFIER = re.compile(r"(?:[A-Za-z][\w$]*|[_$%][\w$]*)(?:\.[xyzwrgba])?\Z", re.ASCII)
 
 LINKAGE = {".extern", ".visible", ".weak", ".common"}
@@ -181,6 +182,8 @@ class _Parser:
                 items.append(Directive(token, (tokens[self.at - 1],), self.span(first)))
             elif token == ".target":
                 self.at += 1
+                if not TARGET.match(tokens[self.at]):
+                    self.fail("a target like sm_90")
                 words = [self.identifier("a target like sm_90")]
                 while self.maybe(","):
                     words.append(self.identifier("an option of the target"))

@@ -88,7 +88,8 @@ FRAME = """.visible .entry k(.param .u64 p, .param .u64 q, .param .u32 n, .param
 { .reg .b64 %rd<16>; .reg .b32 %r<16>; .reg .b16 %h<8>; .reg .pred %p<8>; .reg .f32 %f<8>; .reg .b128 %q<4>;
   .shared .align 16 .b8 sm[1024]; .shared .align 8 .b64 bar; .local .align 8 .b8 lo[64];
   ld.param.u64 %rd1, [p]; ld.param.u64 %rd2, [q]; ld.param.u32 %r1, [n]; mov.u32 %r2, %tid.x;
-  mul.wide.u32 %rd3, %r2, 4; add.u64 %rd4, %rd1, %rd3; add.u64 %rd5, %rd2, %rd3; mov.u32 %r9, sm; mov.u64 %rd9, m; cvta.param.u64 %rd8, %rd9;
+  mul.wide.u32 %rd3, %r2, 4; add.u64 %rd4, %rd1, %rd3; add.u64 %rd5, %rd2, %rd3; mov.u32 %r9, sm; mov.u64 %rd9, m;
+  cvta.param.u64 %rd8, %rd9;
 """
 
 

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from tests.ptx_tools.scalar import WIDTHS, Undefined, evaluate, signed, unsigned
@@ -170,7 +171,8 @@ LESS: mad.lo.u32 %r3, %r1, 3, %r2; st.param.b32 [ret], %r3; ret; }
 { .reg .b64 %rd<2>; .reg .b32 %r<4>; .reg .pred %p<2>; ld.param.b64 %rd1, [q]; ld.param.b32 %r1, [k]; and.b32 %r2, %r1, 1;
   setp.eq.u32 %p1, %r2, 0; @%p1 ret; st.u16 [%rd1+2], %r1; ret; }
 .visible .entry k(.param .b64 k_a, .param .b64 k_b, .param .b64 k_g, .param .b32 k_n, .param .b32 k_m)
-{ .reg .b32 %r<8>, %u<4>, %d<6>, %x<400>; .reg .b64 %rd<6>, %z<400>, %ba, %bb, %bg; .reg .b16 %h<4>; .reg .pred %p<5>, %q<400>, %dp;
+{ .reg .b32 %r<8>, %u<4>, %d<6>, %x<400>; .reg .b64 %rd<6>, %z<400>, %ba, %bb, %bg; .reg .b16 %h<4>;
+  .reg .pred %p<5>, %q<400>, %dp;
   .shared .align 16 .b8 sm[{shared}]; .local .align 16 .b8 lo[96];
 """
 TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
@@ -181,7 +183,8 @@ RD = [f"%rd{i}" for i in range(3)]
 H = [f"%h{i}" for i in range(3)]
 P = [f"%p{i}" for i in range(4)]
 WORD_OPS = [
-    "add.u32", "sub.s32", "mul.lo.u32", "mul.hi.s32", "mul.hi.u32", "min.u32", "max.s32", "min.s32", "and.b32", "or.b32", "xor.b32", "shl.b32",
+    "add.u32", "sub.s32", "mul.lo.u32", "mul.hi.s32", "mul.hi.u32", "min.u32", "max.s32", "min.s32", "and.b32", "or.b32",
+    "xor.b32", "shl.b32",
     "shr.u32", "shr.s32", "mul24.lo.s32", "div.u32", "rem.s32", "rem.u32", "bmsk.clamp.b32", "szext.wrap.s32",
 ]  # fmt: skip
 WORD_OPS3 = ["mad.lo.u32", "sad.s32", "bfe.s32", "bfe.u32", "shf.l.wrap.b32", "shf.r.clamp.b32", "prmt.b32", "mad24.lo.u32"]
@@ -189,6 +192,15 @@ WORD_OPS1 = ["neg.s32", "abs.s32", "not.b32", "cnot.b32", "popc.b32", "clz.b32",
 LONG_OPS = ["add.u64", "sub.u64", "mul.lo.s64", "mul.hi.u64", "min.s64", "xor.b64", "and.b64", "or.b64"]
 HALF_OPS = ["add.u16", "sub.s16", "mul.lo.s16", "mul.hi.u16", "min.s16", "max.u16", "xor.b16"]
 COMPARES = ["eq", "ne", "lt", "le", "gt", "ge"]
+
+
+@lru_cache(1 << 18)
+def remembered(mnemonic: str, values: tuple[int, ...], carry: bool) -> list[int]:
+    """Threads mostly compute alike, and each program runs twice."""
+    try:
+        return evaluate(mnemonic, list(values), carry)
+    except Undefined:
+        raise AssertionError(f"the generator divides by zero: {mnemonic}") from None
 
 
 @dataclass
@@ -222,17 +234,16 @@ class Writer:
         self, mnemonic: str, targets: Sequence[str], sources: Sequence[Operand], guard: tuple[str, bool] | None = None
     ) -> None:
         """A register instruction, as `scalar.evaluate` has it. Constants are given as bits."""
-        kinds = self.kinds(mnemonic, len(sources))
+        masks = [(1 << WIDTHS[kind]) - 1 for kind in self.kinds(mnemonic, len(sources))]
+        names = [*targets, "cc"] if ".cc" in mnemonic else list(targets)
+        carries = mnemonic.startswith(("addc", "subc"))
 
         def run(thread: Thread) -> None:
-            values = [unsigned(thread.value(s), WIDTHS[k]) for s, k in zip(sources, kinds, strict=True)]
-            try:
-                found = evaluate(mnemonic, values, bool(thread.regs.get("cc")))
-            except Undefined:
-                raise AssertionError(f"the generator divides by zero: {mnemonic}") from None
-            if ".cc" in mnemonic:
-                thread.regs["cc"] = found.pop()
-            thread.regs.update(zip(targets, found, strict=False))
+            regs = thread.regs
+            values = tuple((regs[s] if isinstance(s, str) else s) & mask for s, mask in zip(sources, masks, strict=True))
+            found = remembered(mnemonic, values, carries and bool(regs["cc"]))
+            for name, value in zip(names, found, strict=False):
+                regs[name] = value
 
         self.put(f"{mnemonic} {'|'.join(targets)}, {', '.join(map(str, sources))};", run, guard)
 
@@ -350,7 +361,8 @@ class Writer:
         return far, 0 if inside or rng.random() < 0.6 else rng.choice([size, -size, 2 * size, 4096 - size, 16])
 
     def load(
-        self, space: str, size: int, targets: list[str], base: str, offset: int, guard: tuple[str, bool] | None = None, generic: bool = False,
+        self, space: str, size: int, targets: list[str], base: str, offset: int, guard: tuple[str, bool] | None = None,
+        generic: bool = False,
         kind: str = "",
     ) -> None:  # fmt: skip
         kind = kind or TYPES[size]
@@ -369,7 +381,8 @@ class Writer:
         self.put(f"ld{'' if generic else '.' + space}{vector}.{kind} {into}, [{base}{offset:+d}];", run, guard)
 
     def store(
-        self, space: str, size: int, sources: list[Operand], base: str, offset: int, guard: tuple[str, bool] | None = None, generic: bool = False
+        self, space: str, size: int, sources: list[Operand], base: str, offset: int, guard: tuple[str, bool] | None = None,
+        generic: bool = False
     ) -> None:  # fmt: skip
         origin = WINDOWS.get(space, 0) if generic else 0
 
@@ -705,7 +718,8 @@ class Writer:
     def statement(self, scope: Scope) -> None:
         rng = self.rng
         choices: list[tuple[float, Callable[[Scope], None]]] = [
-            (5, self.arithmetic), (3, self.predicate), (1, self.select), (5, self.global_access), (1, self.data), (1.5, self.private),
+            (5, self.arithmetic), (3, self.predicate), (1, self.select), (5, self.global_access), (1, self.data), (1.5,
+            self.private),
             (0.7, self.call), (0.7, self.atomic), (0.6, self.spin),
         ]  # fmt: skip
         if scope.depth < 3:

@@ -11,11 +11,13 @@ from tests.ptx_tools.corpus import static_files, triton_cases, triton_ptx
 from tests.ptx_tools.launching import probe
 
 # Reasons, as far as a verdict needs one:
-# - a spin lock only repeats accesses that have happened (k_atomics, cuda_atomic); an assert only stops the kernel (k_inductor_where)
+# - a spin lock only repeats accesses that have happened (k_atomics, cuda_atomic); an assert only stops the kernel
+#   (k_inductor_where)
 # - whoever comes last at the semaphore does the same work (k_splitk_semaphore): only what the counters start from decides
 # - k_scatter sends its values through the shared memory that its indices go through, which the taint does not tell apart
 # - converge: how often a loop runs depends on what it writes; grouped GEMM: pointers come from memory
-# - the warps of a specialised matmul are told what to do through shared memory, where tiles lie too (interpretation tells them apart)
+# - the warps of a specialised matmul are told what to do through shared memory, where tiles lie too (interpretation tells them
+#   apart)
 # - sw switches by a number, not by data; virt and fptr call through pointers; gridsync asks for the driver's own memory
 STATIC = {
     "b01": {"empty": "INDEPENDENT", "none": "INDEPENDENT"},
@@ -38,7 +40,8 @@ STATIC = {
     "c08_tex": {"texk": "UNKNOWN touches a texture or surface"},
     "c09_printf_assert": {"pr": "UNKNOWN depends on malloc", "memc": "INDEPENDENT", "alloca_k": "INDEPENDENT"},
     "c10_loops": {
-        "stencil": "INDEPENDENT", "csr": "GUARDED 0 1", "transpose": "INDEPENDENT", "converge": "DEPENDENT bra", "bytes": "INDEPENDENT",
+        "stencil": "INDEPENDENT", "csr": "GUARDED 0 1", "transpose": "INDEPENDENT", "converge": "DEPENDENT bra",
+        "bytes": "INDEPENDENT",
     },
     "c11_hints": {"hints": "INDEPENDENT"},
     "c12_debug_G": {"dbg": "INDEPENDENT"},
@@ -47,12 +50,15 @@ STATIC = {
     "h2_mem100": {"mem100": "UNKNOWN touches a multicast address"},
 }  # fmt: skip
 TRITON = {
-    "add": "INDEPENDENT", "add_bf16": "INDEPENDENT", "softmax": "INDEPENDENT", "layernorm": "INDEPENDENT", "matmul": "INDEPENDENT",
+    "add": "INDEPENDENT", "add_bf16": "INDEPENDENT", "softmax": "INDEPENDENT", "layernorm": "INDEPENDENT",
+    "matmul": "INDEPENDENT",
     "matmul_tma_host": "INDEPENDENT", "matmul_tma_host_fallback": "INDEPENDENT", "matmul_tma_dev": "INDEPENDENT",
     "matmul_ws": "DEPENDENT bra", "matmul_ws_64": "DEPENDENT bra", "matmul_2cta": "INDEPENDENT", "flash_causal": "INDEPENDENT",
-    "flash_varlen": "GUARDED 4", "atomics": "INDEPENDENT", "gather": "GUARDED 0", "scatter": "GUARDED 0 1", "inductor_where": "GUARDED 0",
+    "flash_varlen": "GUARDED 4", "atomics": "INDEPENDENT", "gather": "GUARDED 0", "scatter": "GUARDED 0 1",
+    "inductor_where": "GUARDED 0",
     "inductor_red": "INDEPENDENT", "dropout": "INDEPENDENT", "masked_by_data": "GUARDED 0", "loaded_bound": "GUARDED 1",
-    "grouped_gemm": "DEPENDENT st.global", "inline_asm": "INDEPENDENT", "print_sort_hist": "INDEPENDENT", "splitk_semaphore": "GUARDED 2",
+    "grouped_gemm": "DEPENDENT st.global", "inline_asm": "INDEPENDENT", "print_sort_hist": "INDEPENDENT",
+    "splitk_semaphore": "GUARDED 2",
 }  # fmt: skip
 
 
@@ -114,10 +120,12 @@ GUARDED_BY_P = {
     "shared memory": LOAD + "st.shared.u32 [sm], %r3; bar.sync 0; ld.shared.u32 %r4, [sm+4];" + STORE,
     "shared memory, generic address": LOAD
     + "cvt.u64.u32 %rd10, %r9; cvta.shared.u64 %rd10, %rd10; st.u32 [%rd10], %r3; bar.sync 0; ld.shared.u32 %r4, [sm];" + STORE,
-    "shared memory by cp.async": "cp.async.ca.shared.global [sm], [%rd4], 4; cp.async.wait_all; bar.sync 0; ld.shared.u32 %r4, [sm];" + STORE,
+    "shared memory by cp.async": "cp.async.ca.shared.global [sm], [%rd4], 4; cp.async.wait_all; bar.sync 0;"
+    "ld.shared.u32 %r4, [sm];" + STORE,
     "shared memory by bulk copy": "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd1], 64, [bar];"
     "ld.shared.u32 %r4, [sm];" + STORE,
-    "shared memory of the cluster": LOAD + "st.shared.u32 [sm], %r3; mapa.shared::cluster.u32 %r5, %r9, 1; ld.shared::cluster.u32 %r4, [%r5];"
+    "shared memory of the cluster": LOAD + "st.shared.u32 [sm], %r3; mapa.shared::cluster.u32 %r5, %r9, 1;"
+    "ld.shared::cluster.u32 %r4, [%r5];"
     + STORE,
     "atomic in shared memory": LOAD + "red.shared.add.u32 [sm], %r3; bar.sync 0; ld.shared.u32 %r4, [sm];" + STORE,
     "ldmatrix": LOAD + "st.shared.u32 [sm], %r3; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r4}, [%r9];" + STORE,
@@ -140,18 +148,23 @@ GUARDED_BY_P = {
     "matrix product": LOAD + "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r4, %r5}, {%r3}, {%r2}, {%r2, %r2};" + STORE,
     "brx.idx": LOAD + "T: .branchtargets A, B; brx.idx %r3, T; A: st.global.u32 [%rd5], 1; B:",
     "size of a bulk copy": LOAD + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd2], %r3, [bar];",
-    "mask of a bulk copy": "ld.global.u16 %h1, [%rd4]; cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd2], [%r9], 64, %h1;",
+    "mask of a bulk copy": "ld.global.u16 %h1, [%rd4];"
+    "cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%rd2], [%r9], 64, %h1;",
     "source size of a cp.async": LOAD + "cp.async.ca.shared.global [sm], [%rd2], 16, %r3;",
-    "ignored source of a cp.async": LOAD + "setp.ne.u32 %p1, %r3, 0; cp.async.cg.shared.global.L2::cache_hint [sm], [%rd2], 16, %p1, %rd2;",
+    "ignored source of a cp.async": LOAD + "setp.ne.u32 %p1, %r3, 0;"
+    "cp.async.cg.shared.global.L2::cache_hint [sm], [%rd2], 16, %p1, %rd2;",
     "coordinate of a tensor copy": LOAD
     + "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd8, {%r3, %r2}], [bar];",
-    "stride of a matrix": LOAD + "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r4,%r5,%r6,%r7,%r8,%r10,%r11,%r12}, [%rd2], %r3;",
-    "tensor map in global memory": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd1, {0, %r2}], [bar];",
+    "stride of a matrix": LOAD + "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r4,%r5,%r6,%r7,%r8,%r10,%r11,%r12},"
+    "[%rd2], %r3;",
+    "tensor map in global memory": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd1,"
+    "{0, %r2}], [bar];",
     "field of a tensor map": "tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%r9], 1, %r3;".join((LOAD, ""))
     + "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd2], [%r9], 128;"
     "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd2, {0, %r2}], [bar];",
     "spin whose access moves": "L:" + LOAD + "add.u64 %rd4, %rd4, 4; setp.ne.u32 %p1, %r3, 0; @%p1 bra L;",
-    "spin with an access behind its exit": "L:" + LOAD + "setp.ne.u32 %p1, %r3, 0; @%p1 bra D; st.global.u32 [%rd5], 1; bra L; D:",
+    "spin with an access behind its exit": "L:" + LOAD + "setp.ne.u32 %p1, %r3, 0; @%p1 bra D; st.global.u32 [%rd5], 1;"
+    "bra L; D:",
     "count of a loop used after it": "mov.u32 %r4, 0; L:" + LOAD + "add.u32 %r4, %r4, 1; setp.ne.u32 %p1, %r3, 0; @%p1 bra L;" + STORE,
     "float comparison": "ld.global.f32 %f1, [%rd4]; setp.gt.f32 %p1, %f1, 0f00000000; @%p1 st.global.u32 [%rd5], 1;",
 }  # fmt: skip
@@ -175,8 +188,10 @@ CALLS = {
         "{ .param .b32 a; .param .b32 b; st.param.b32 [a], %r3; call (b), f, (a); ld.param.b32 %r4, [b]; }",
     ),
     "by struct": (
-        ".func (.param .align 4 .b8 y[8]) f(.param .align 4 .b8 x[8]) { .reg .b32 %r; ld.param.b32 %r, [x+4]; st.param.b32 [y+4], %r; ret; }",
-        "{ .param .align 4 .b8 a[8]; .param .align 4 .b8 b[8]; st.param.v2.b32 [a], {0, %r3}; call (b), f, (a); ld.param.b32 %r4, [b+4]; }",
+        ".func (.param .align 4 .b8 y[8]) f(.param .align 4 .b8 x[8]) { .reg .b32 %r; ld.param.b32 %r, [x+4];"
+        "st.param.b32 [y+4], %r; ret; }",
+        "{ .param .align 4 .b8 a[8]; .param .align 4 .b8 b[8]; st.param.v2.b32 [a], {0, %r3}; call (b), f, (a);"
+        "ld.param.b32 %r4, [b+4]; }",
     ),
     "by a branch of the callee": (
         ".func (.reg .b32 y) f(.reg .b32 x) { .reg .pred p; setp.eq.u32 p, x, 0; mov.u32 y, 1; @p ret; mov.u32 y, 2; ret; }",
@@ -218,7 +233,8 @@ INDEPENDENT = {
     "data in a register of its own scope": LOAD + "{ .reg .b32 %r4; mov.u32 %r4, %r3; } mov.u32 %r4, %r2;" + STORE,
     "a size from an argument": "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd2], %r1, [bar];",
     "a vote about no data": "setp.lt.u32 %p1, %r2, %r1; vote.sync.any.pred %p2, %p1, -1; @%p2 st.global.u32 [%rd5], 1;",
-    "a tensor map among the parameters": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd8, {0, %r2}], [bar];",
+    "a tensor map among the parameters": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm],"
+    "[%rd8, {0, %r2}], [bar];",
     "waiting for a barrier": "L: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0; @!%p1 bra L; st.global.u32 [%rd5], 1;",
 }  # fmt: skip
 
@@ -236,7 +252,8 @@ DEPENDENT = {
     "a write to who knows where": "mul.lo.u64 %rd10, %rd2, 2; st.global.u32 [%rd10], 0;" + LOAD + "mov.u32 %r4, %r3;" + STORE,
     "tensor memory": "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r2];" + STORE,
     "warp group product": "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r4,%r5,%r6,%r7}, %rd1, %rd1, 1;" + STORE,
-    "converging loop": LOAD + "L: setp.gt.u32 %p1, %r3, 9; @!%p1 bra D; st.global.u32 [%rd4], %r3; ld.global.u32 %r3, [%rd4]; bra L; D:",
+    "converging loop": LOAD + "L: setp.gt.u32 %p1, %r3, 9; @!%p1 bra D; st.global.u32 [%rd4], %r3;"
+    "ld.global.u32 %r3, [%rd4]; bra L; D:",
 }  # fmt: skip
 
 
@@ -325,7 +342,8 @@ def test_whoever_comes_last_does_the_same_work():
         + LAST.format(operand=1, compared=7, work=STORE),
         "atom.global.add.u32 %r3, [%rd1], 1; setp.ne.u32 %p1, %r3, 7; @%p1 bra D; st.global.u32 [%rd5], 1; D:",
     ],
-    ids=["work of its own", "operand of its own", "compared with its own", "a second atomic", "a value for later", "in a loop", "all threads ask",
+    ids=["work of its own", "operand of its own", "compared with its own", "a second atomic", "a value for later", "in a loop",
+    "all threads ask",
          "a branch of its own before", "threads ask for themselves"],
 )  # fmt: skip
 def test_a_last_one_that_differs_makes_it_dependent(body: str):

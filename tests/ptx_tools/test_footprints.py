@@ -138,7 +138,13 @@ def test_sets_that_are_no_box(intervals):
 
 BUFFERS = [("a", 1000, 100), ("b", 1090, 60), ("c", 1200, 33), ("d", 1233, 0), ("e", 1240, 7)]
 accesses = st.lists(
-    st.tuples(st.booleans(), st.sampled_from([1, 2, 3, 4, 8, 16, 32]), st.lists(st.integers(980, 1260), min_size=1, max_size=6), st.booleans()), max_size=8
+    st.tuples(
+        st.booleans(),
+        st.sampled_from([1, 2, 3, 4, 8, 16, 32]),
+        st.lists(st.integers(980, 1260), min_size=1, max_size=6),
+        st.booleans(),
+    ),
+    max_size=8,
 )
 
 
@@ -214,7 +220,8 @@ def sample() -> Footprint:
         return BufferFootprint(name, 64, 100, Intervals.of(reads), Intervals.of(writes))
 
     return Footprint(
-        "k", (part("x", [(0, 100)], []), part("y", [(0, 4), (16, 20), (32, 36)], [(1, 3), (7, 9), (11, 12)]), part("z", [(5, 9)], [])),
+        "k", (part("x", [(0, 100)], []), part("y", [(0, 4), (16, 20), (32, 36)], [(1, 3), (7, 9), (11, 12)]), part("z", [(5,
+        9)], [])),
         Intervals.of([(7, 9)]), Intervals.of([]), ("x",),
     )  # fmt: skip
 
@@ -235,7 +242,13 @@ def test_a_footprint_as_text_and_as_data():
     data = found.to_json()
     assert data["guards"] == ["x"]
     assert data["outside"] == {"reads": [[7, 9]], "writes": []}
-    assert data["buffers"][1] == {"name": "y", "addr": 64, "nbytes": 100, "reads": [[0, 4], [16, 20], [32, 36]], "writes": [[1, 3], [7, 9], [11, 12]]}
+    assert data["buffers"][1] == {
+        "name": "y",
+        "addr": 64,
+        "nbytes": 100,
+        "reads": [[0, 4], [16, 20], [32, 36]],
+        "writes": [[1, 3], [7, 9], [11, 12]],
+    }
     with pytest.raises(KeyError, match="'w' is no buffer of k; it has x, y, z"):
         found["w"]
 

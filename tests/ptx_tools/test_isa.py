@@ -51,7 +51,10 @@ MEMORY = [
     (f"cp.reduce.async.bulk.shared::cluster.shared::cta.{MBARRIER}.add.u32", "shared read bulk -, shared both bulk -"),
     (f"cp.async.bulk.tensor.1d.shared::cta.global.tile.{MBARRIER}", "global read tensor -, shared write tensor -"),
     (f"cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.{MBARRIER}", "global read tensor -, shared write tensor -"),
-    (f"cp.async.bulk.tensor.3d.shared::cluster.global.im2col.{MBARRIER}.multicast::cluster", "global read tensor -, shared write tensor -"),
+    (
+        f"cp.async.bulk.tensor.3d.shared::cluster.global.im2col.{MBARRIER}.multicast::cluster",
+        "global read tensor -, shared write tensor -",
+    ),
     ("cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group", "global write tensor -, shared read tensor -"),
     ("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group", "global both tensor -, shared read tensor -"),
     ("tensormap.replace.tile.global_address.global.b1024.b64", "global write mark 128"),
@@ -80,8 +83,10 @@ NOTHING = {
     "applypriority.global.L2::evict_normal", "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128",
     "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", "cp.async.bulk.prefetch.L2.global",
     "cp.async.bulk.prefetch.tensor.2d.L2.global.tile", "createpolicy.range.L2::evict_last.b64", "cvt.u64.u32", "cvta.param.u64",
-    "cvta.shared.u64", "fence.proxy.tensormap::generic.acquire.gpu", "isspacep.global", "isspacep.shared::cluster", "mov.b16", "mov.b32",
-    "mov.b64", "mov.u32", "prefetch.L1", "prefetch.global.L2::evict_last", "prefetch.param.tensormap", "prefetch.tensormap", "ret",
+    "cvta.shared.u64", "fence.proxy.tensormap::generic.acquire.gpu", "isspacep.global", "isspacep.shared::cluster", "mov.b16",
+    "mov.b32",
+    "mov.b64", "mov.u32", "prefetch.L1", "prefetch.global.L2::evict_last", "prefetch.param.tensormap", "prefetch.tensormap",
+    "ret",
     "setp.ne.u32",
 }  # fmt: skip
 
@@ -117,8 +122,10 @@ def test_every_memory_form_of_sm_100():
         ("sust.b.2d.b32.trap [t, {x, y}], {a};", "resource write resource -"),
         ("sured.b.add.1d.u32.trap [t, {x}], a;", "resource both resource -"),
         ("multimem.cp.async.bulk.global.shared::cta.bulk_group [p], [q], 64;", "global write replicas -"),
-        ("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [p], [q], 64, [m];", "shared read bulk -, shared write bulk -"),
-        ("cp.async.commit_group;", ""), ("cp.async.bulk.wait_group.read 0;", ""), ("cp.async.mbarrier.arrive.noinc.shared.b64 [p];", ""),
+        ("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [p], [q], 64, [m];",
+        "shared read bulk -, shared write bulk -"),
+        ("cp.async.commit_group;", ""), ("cp.async.bulk.wait_group.read 0;", ""),
+        ("cp.async.mbarrier.arrive.noinc.shared.b64 [p];", ""),
         ("mbarrier.try_wait.parity.shared.b64 q, [p], 0;", ""), ("wgmma.fence.sync.aligned;", ""),
         ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [p], 64;", ""),
     ],
@@ -130,7 +137,8 @@ def test_other_forms(text, expected):
 @pytest.mark.parametrize(
     "text",
     [
-        "frobnicate.u32 a, b;", "ld.global a, [p];", "ld.global.u32 a, b;", "cp.async.ca.shared.global [p], [q], n;", "cp.unheard [p], [q], 4;",
+        "frobnicate.u32 a, b;", "ld.global a, [p];", "ld.global.u32 a, b;", "cp.async.ca.shared.global [p], [q], n;",
+        "cp.unheard [p], [q], 4;",
         "st.async.u32 [p], a;", "red.async.add.u32 [p], a;", "multimem.new.global [p];", "wmma.new.f32 a, [p];",
         "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [p], [q], [m];",
         "cp.async.bulk.shared::cluster.global.ignore_oob.mbarrier::complete_tx::bytes [p], [q], 64, 0, 0, [m];",
@@ -196,7 +204,9 @@ def test_operands_that_say_how_much():
         for hint, more in (("", ""), ("", ", n"), (".L2::cache_hint", ", n, h"), (".L2::cache_hint", ", h"))
     )
     assert [isa.accesses(i)[0].limit for i in (whole, limited, hinted, ignored)] == [None, Name("n"), Name("n"), None]
-    copy, target = isa.accesses(instruction("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.cp_mask [p], [s], n, h, m;"))
+    copy, target = isa.accesses(
+        instruction("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.cp_mask [p], [s], n, h, m;")
+    )
     assert (copy.size, copy.byte_mask, target.size, target.byte_mask) == (Name("n"), None, Name("n"), Name("m"))
     (fragment,) = isa.accesses(instruction("wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [p], {a}, 24;"))
     assert fragment.size == Literal(24, "24")

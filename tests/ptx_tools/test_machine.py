@@ -15,7 +15,9 @@ SHOW = "mul.wide.u32 %rd6, %r4, 4; add.u64 %rd7, %rd2, %rd6; st.global.u32 [%rd7
 """A store to q[%r4]."""
 
 
-def written(body: str, declarations: str = "", *, grid: Any = 1, block: Any = 32, n: int = 5, map_: TensorMap | None = None, **more: Any) -> set[int]:
+def written(
+    body: str, declarations: str = "", *, grid: Any = 1, block: Any = 32, n: int = 5, map_: TensorMap | None = None, **more: Any
+) -> set[int]:
     """The elements of q that are stored to, of four bytes."""
     args = [more.pop("p", Buffer(P, SIZE)), Buffer(Q, SIZE), n, map_]
     found = footprint(probe(body, declarations), "k", grid, block, args, **more)
@@ -55,7 +57,8 @@ def test_a_load_before_a_barrier_is_kept_over_it():
     """Two warps come to one block one after the other; what the first loaded is not what the second loads."""
     body = (
         "shl.b32 %r5, %r2, 2; add.u32 %r5, %r9, %r5; st.shared.u32 [%r5], %r2; bar.sync 0;"
-        "setp.ge.u32 %p1, %r2, 32; @%p1 bra W; bra M; W: bar.sync 1, 64; M: ld.shared.u32 %r4, [%r5]; bar.arrive 1, 64; bar.sync 2, 64;" + SHOW
+        "setp.ge.u32 %p1, %r2, 32; @%p1 bra W; bra M; W: bar.sync 1, 64; M: ld.shared.u32 %r4, [%r5]; bar.arrive 1, 64;"
+        "bar.sync 2, 64;" + SHOW
     )
     assert written(body, block=64) == set(range(64))
 
@@ -79,7 +82,14 @@ def test_a_loop_that_does_not_end_is_given_up():
 
 
 def test_exits_in_the_middle():
-    body = "mov.u32 %r4, %r2;" + SHOW + "setp.lt.u32 %p1, %r2, %r1; @%p1 exit; add.u32 %r4, %r2, 100;" + SHOW + "@!%p1 ret; mov.u32 %r4, 999;" + SHOW
+    body = (
+        "mov.u32 %r4, %r2;"
+        + SHOW
+        + "setp.lt.u32 %p1, %r2, %r1; @%p1 exit; add.u32 %r4, %r2, 100;"
+        + SHOW
+        + "@!%p1 ret; mov.u32 %r4, 999;"
+        + SHOW
+    )
     assert written(body) == {*range(32), *range(105, 132)}
 
 
@@ -99,21 +109,27 @@ def test_indices_of_threads_and_blocks(block, grid):
     )
     threads = block[0] * block[1] * block[2]
     expected = {
-        t + 100 * x + 1000 * y + 4000 * z for t in range(threads) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])
+        t + 100 * x + 1000 * y + 4000 * z
+        for t in range(threads)
+        for x in range(grid[0])
+        for y in range(grid[1])
+        for z in range(grid[2])
     }
     assert written(body, grid=grid, block=block) == expected
 
 
 def test_blocks_of_a_cluster():
     body = (
-        "mov.u32 %r3, %cluster_ctarank; mov.u32 %r5, %clusterid.x; mov.u32 %r6, %ctaid.x; mov.u32 %r7, %ctaid.y; mov.u32 %r8, %cluster_ctaid.y;"
-        "mad.lo.u32 %r4, %r5, 10, %r3; mad.lo.u32 %r4, %r6, 100, %r4; mad.lo.u32 %r4, %r7, 1000, %r4; mad.lo.u32 %r4, %r8, 5000, %r4;" + SHOW
+        "mov.u32 %r3, %cluster_ctarank; mov.u32 %r5, %clusterid.x; mov.u32 %r6, %ctaid.x; mov.u32 %r7, %ctaid.y;"
+        "mov.u32 %r8, %cluster_ctaid.y;"
+        "mad.lo.u32 %r4, %r5, 10, %r3; mad.lo.u32 %r4, %r6, 100, %r4; mad.lo.u32 %r4, %r7, 1000, %r4;"
+        "mad.lo.u32 %r4, %r8, 5000, %r4;" + SHOW
     )
-    expected = {
-        (x // 2) * 10 + (x % 2 + 2 * (y % 3)) + 100 * x + 1000 * y + 5000 * (y % 3) for x in range(4) for y in range(3)
-    }
+    expected = {(x // 2) * 10 + (x % 2 + 2 * (y % 3)) + 100 * x + 1000 * y + 5000 * (y % 3) for x in range(4) for y in range(3)}
     assert written(body, grid=(4, 3), cluster=(2, 3), block=1) == expected
-    assert written(body, ".extern .global .u8 unused;", grid=(4, 3), block=1) == {x * 110 + 1000 * y for x in range(4) for y in range(3)}
+    assert written(body, ".extern .global .u8 unused;", grid=(4, 3), block=1) == {
+        x * 110 + 1000 * y for x in range(4) for y in range(3)
+    }
 
 
 # -- shared memory
@@ -122,7 +138,11 @@ OWN = "shl.b32 %r5, %r2, 2; add.u32 %r5, %r9, %r5;"
 
 
 def test_values_pass_through_shared_memory():
-    body = OWN + "st.shared.u32 [%r5], %r2; bar.sync 0; ld.shared.u32 %r4, [%r5+4]; setp.lt.u32 %p1, %r2, 63; @!%p1 mov.u32 %r4, 500;" + SHOW
+    body = (
+        OWN
+        + "st.shared.u32 [%r5], %r2; bar.sync 0; ld.shared.u32 %r4, [%r5+4]; setp.lt.u32 %p1, %r2, 63; @!%p1 mov.u32 %r4, 500;"
+        + SHOW
+    )
     assert written(body, block=64) == {*range(1, 64), 500}
     refused(body.replace("bar.sync 0;", ""), block=64, match="no barrier between the threads")
 
@@ -137,7 +157,8 @@ def test_a_write_over_what_others_read_needs_a_barrier():
     "change",
     [
         "atom.shared.add.u32 %r6, [sm], 1;", "red.shared.add.u32 [sm], 1;", "atom.shared.exch.b32 %r6, [%r9], 3;",
-        "atom.shared::cta.cas.b32 %r6, [sm], 0, 9;", "cvt.u64.u32 %rd6, %r9; cvta.shared.u64 %rd6, %rd6; atom.add.u32 %r6, [%rd6], 1;",
+        "atom.shared::cta.cas.b32 %r6, [sm], 0, 9;", "cvt.u64.u32 %rd6, %r9; cvta.shared.u64 %rd6, %rd6;"
+        "atom.add.u32 %r6, [%rd6], 1;",
         "cvt.u64.u32 %rd6, %r9; cvta.shared.u64 %rd6, %rd6; red.add.u32 [%rd6], 1;",
         "wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%r9], {%f0,%f1,%f2,%f3,%f4,%f5,%f6,%f7}, 16;",
         "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r9], {%r2};", "cp.async.ca.shared.global [sm], [%rd1], 4; cp.async.wait_all;",
@@ -161,7 +182,12 @@ def test_whatever_else_writes_shared_memory_makes_it_unknown(change):
 
 def test_what_others_do_elsewhere_leaves_shared_memory_alone():
     body = "setp.eq.u32 %p7, %r2, 0; @%p7 st.shared.u32 [sm], 2; bar.sync 0; {} bar.sync 0; ld.shared.u32 %r4, [sm];" + SHOW
-    for change in ("red.add.u32 [%rd4], 1;", "atom.shared.add.u32 %r6, [sm+4], 1;", "st.u32 [%rd4], 9;", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r9];"):
+    for change in (
+        "red.add.u32 [%rd4], 1;",
+        "atom.shared.add.u32 %r6, [sm+4], 1;",
+        "st.u32 [%rd4], 9;",
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r9];",
+    ):
         assert written(body.format(change)) == {2}
 
 
@@ -171,13 +197,17 @@ def test_the_result_of_an_atomic_is_unknown_however_it_is_guarded():
     refused("mov.u32 %r4, 1; ld.global.u32 %r5, [%rd1]; setp.eq.u32 %p1, %r5, 3; @%p1 atom.shared.add.u32 %r4, [sm], 1;" + SHOW)
     refused("mov.u32 %r4, 1; atom.global.add.u32 %r4, [%rd1], 1;" + SHOW)
     refused("mov.u32 %r4, 1; setp.eq.u32 %p1, %r2, 0; bar.red.popc.u32 %r4, 0, %p1;" + SHOW)
-    refused("mov.u32 %r4, 1; st.shared.u32 [sm], 3; setp.eq.u32 %p1, %r2, 0; bar.red.popc.u32 %r4, 0, %p1; ld.shared.u32 %r5, [sm];" + SHOW)
+    refused(
+        "mov.u32 %r4, 1; st.shared.u32 [sm], 3; setp.eq.u32 %p1, %r2, 0; bar.red.popc.u32 %r4, 0, %p1; ld.shared.u32 %r5, [sm];"
+        + SHOW
+    )
 
 
 def test_a_flag_in_shared_memory_is_waited_for_and_not_guessed():
     body = (
         OWN + "mov.u32 %r6, 0; @%p7 st.shared.u32 [sm], 0; bar.sync 0; setp.eq.u32 %p1, %r2, {}; @%p1 bra W;"
-        "L: ld.shared.u32 %r4, [sm]; setp.eq.u32 %p2, %r4, 0; @%p2 bra L; bra D; W: st.shared.u32 [sm], 5; mov.u32 %r4, 6; D:" + SHOW
+        "L: ld.shared.u32 %r4, [sm]; setp.eq.u32 %p2, %r4, 0; @%p2 bra L; bra D; W: st.shared.u32 [sm], 5; mov.u32 %r4, 6; D:"
+        + SHOW
     )
     body = "setp.eq.u32 %p7, %r2, 0;" + body
     refused(body.format(33), block=64, match="(still running|no barrier|depends on data)")
@@ -203,7 +233,9 @@ def test_unknown_values_in_some_threads_stay_theirs():
 def test_named_barriers_of_a_producer_and_a_consumer():
     """One warp hands over a value after the other; it is ahead, but waits until the last one has been read."""
     body = (
-        "mov.u32 %r6, 0; setp.ge.u32 %p1, %r2, 32; @%p1 bra P; C: bar.sync 1, 64; ld.shared.u32 %r4, [sm];" + SHOW + "bar.arrive 2, 64;"
+        "mov.u32 %r6, 0; setp.ge.u32 %p1, %r2, 32; @%p1 bra P; C: bar.sync 1, 64; ld.shared.u32 %r4, [sm];"
+        + SHOW
+        + "bar.arrive 2, 64;"
         "add.u32 %r6, %r6, 1; setp.lt.u32 %p2, %r6, 4; @%p2 bra C; bra D;"
         "P: mul.lo.u32 %r7, %r6, 11; setp.eq.u32 %p3, %r6, 0; @!%p3 bar.sync 2, 64; st.shared.u32 [sm], %r7; bar.arrive 1, 64;"
         "add.u32 %r6, %r6, 1; setp.lt.u32 %p2, %r6, 4; @%p2 bra P; bar.sync 2, 64; D:"
@@ -215,14 +247,18 @@ def test_named_barriers_of_a_producer_and_a_consumer():
 def test_who_only_arrives_at_a_barrier_is_not_ordered_by_it():
     """The first warp arrives and stores at once; whether the second has read by then is open."""
     body = (
-        "st.shared.u32 [sm], 3; bar.sync 1, 64; setp.lt.u32 %p1, %r2, 32; @%p1 bra A; ld.shared.u32 %r4, [sm]; bar.sync 0, 64;" + SHOW + "bra D;"
+        "st.shared.u32 [sm], 3; bar.sync 1, 64; setp.lt.u32 %p1, %r2, 32; @%p1 bra A; ld.shared.u32 %r4, [sm]; bar.sync 0, 64;"
+        + SHOW
+        + "bra D;"
         "A: bar.arrive 0, 64; st.shared.u32 [sm], 8; D:"
     )
     refused(body, block=64, match="no barrier")
     # the other way round in the text, so that the store comes after the barrier is complete
     body = (
         "st.shared.u32 [sm], 3; bar.sync 1, 64; setp.ge.u32 %p1, %r2, 32; @%p1 bra A; bar.arrive 0, 64; L: add.u32 %r1, %r1, -1;"
-        "setp.gt.s32 %p2, %r1, 0; @%p2 bra L; bra B; A: ld.shared.u32 %r4, [sm]; bar.sync 0, 64;" + SHOW + "bra D; B: st.shared.u32 [sm], 8; D:"
+        "setp.gt.s32 %p2, %r1, 0; @%p2 bra L; bra B; A: ld.shared.u32 %r4, [sm]; bar.sync 0, 64;"
+        + SHOW
+        + "bra D; B: st.shared.u32 [sm], 8; D:"
     )
     refused(body, block=64, match="no barrier")
 
@@ -232,14 +268,22 @@ def test_a_barrier_that_nobody_completes_is_refused():
 
 
 def test_threads_that_are_gone_do_not_hold_a_barrier_up():
-    body = "setp.ge.u32 %p1, %r2, 40; @%p1 exit; st.shared.u32 [sm], 6; bar.sync 0; ld.shared.u32 %r4, [sm]; add.u32 %r4, %r4, %r2;" + SHOW
+    body = (
+        "setp.ge.u32 %p1, %r2, 40; @%p1 exit; st.shared.u32 [sm], 6; bar.sync 0; ld.shared.u32 %r4, [sm]; add.u32 %r4, %r4, %r2;"
+        + SHOW
+    )
     assert written(body, block=64) == set(range(6, 46))
 
 
 def test_dynamic_shared_memory():
     body = "mov.u32 %r6, dyn; add.u32 %r6, %r6, {}; st.shared.u32 [%r6], 9; bar.sync 0; ld.shared.u32 %r4, [%r6];" + SHOW
     assert written(body.format(252), ".extern .shared .align 16 .b8 dyn[];", shared_bytes=256) == {9}
-    refused(body.format(256), ".extern .shared .align 16 .b8 dyn[];", shared_bytes=256, match="shared memory that the launch does not have")
+    refused(
+        body.format(256),
+        ".extern .shared .align 16 .b8 dyn[];",
+        shared_bytes=256,
+        match="shared memory that the launch does not have",
+    )
 
 
 # -- local memory and parameters
@@ -252,15 +296,22 @@ def test_pieces_of_local_memory():
     )
     assert written(body) == {*range(16), 2}
     assert written("st.local.u64 [lo+8], 0x700000005; ld.local.u32 %r4, [lo+12];" + SHOW) == {7}
-    assert written("st.local.v2.u32 [lo+8], {7, %r2}; ld.local.u64 %rd10, [lo+8]; shr.u64 %rd10, %rd10, 32; cvt.u32.u64 %r4, %rd10;" + SHOW) == set(range(32))
-    refused("st.local.u32 [lo], 4; add.u32 %r5, %r2, 0; cvt.u64.u32 %rd10, %r5; st.local.u8 [%rd10], 1; ld.local.u32 %r4, [lo];" + SHOW)
+    assert written(
+        "st.local.v2.u32 [lo+8], {7, %r2}; ld.local.u64 %rd10, [lo+8]; shr.u64 %rd10, %rd10, 32; cvt.u32.u64 %r4, %rd10;" + SHOW
+    ) == set(range(32))
+    refused(
+        "st.local.u32 [lo], 4; add.u32 %r5, %r2, 0; cvt.u64.u32 %rd10, %r5; st.local.u8 [%rd10], 1; ld.local.u32 %r4, [lo];"
+        + SHOW
+    )
     refused("ld.local.u32 %r4, [lo+40];" + SHOW)
 
 
 def test_generic_addresses_of_other_spaces_are_no_global_memory():
     body = (
-        "mov.u64 %rd10, lo; cvta.local.u64 %rd10, %rd10; cvt.u64.u32 %rd11, %r9; cvta.shared.u64 %rd11, %rd11; and.b32 %r5, %r2, 1;"
-        "setp.eq.u32 %p1, %r5, 0; selp.b64 %rd12, %rd10, %rd11, %p1; setp.lt.u32 %p2, %r2, 4; selp.b64 %rd12, %rd5, %rd12, %p2; st.u32 [%rd12], 1;"
+        "mov.u64 %rd10, lo; cvta.local.u64 %rd10, %rd10; cvt.u64.u32 %rd11, %r9; cvta.shared.u64 %rd11, %rd11;"
+        "and.b32 %r5, %r2, 1;"
+        "setp.eq.u32 %p1, %r5, 0; selp.b64 %rd12, %rd10, %rd11, %p1; setp.lt.u32 %p2, %r2, 4;"
+        "selp.b64 %rd12, %rd5, %rd12, %p2; st.u32 [%rd12], 1;"
     )
     assert written(body) == set(range(4))
 
@@ -268,7 +319,10 @@ def test_generic_addresses_of_other_spaces_are_no_global_memory():
 def test_an_address_that_lies_nowhere_is_not_passed_over():
     refused("sub.u64 %rd10, %rd3, 64; st.u32 [%rd10], 1;", match="lies in no global memory")
     refused("sub.u64 %rd10, %rd3, 64; ld.global.u32 %r5, [%rd10];", match="lies in no global memory")
-    refused("mov.u64 %rd10, -64; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r9], [%rd10], 16, [bar];", match="lies in no global")
+    refused(
+        "mov.u64 %rd10, -64; cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r9], [%rd10], 16, [bar];",
+        match="lies in no global",
+    )
     refused("cvt.u64.u32 %rd10, %r9; cvta.shared.u64 %rd10, %rd10; ld.global.u32 %r5, [%rd10];", match="lies in no global memory")
     found = footprint(probe("st.global.u32 [64], 1;"), "k", 1, 1, [])
     assert list(found.outside_writes) == [(64, 68)]
@@ -277,27 +331,36 @@ def test_an_address_that_lies_nowhere_is_not_passed_over():
 def test_parameters_are_read_through_addresses():
     assert written("mov.u64 %rd10, n; ld.param.u32 %r4, [%rd10];" + SHOW, n=77) == {77}
     assert written("mov.u64 %rd10, q; cvta.param.u64 %rd10, %rd10; ld.u32 %r4, [%rd10+8];" + SHOW, n=78) == {78}
-    assert written("mov.b32 %r5, n; cvt.u64.u32 %rd10, %r5; cvta.param.u64 %rd10, %rd10; ld.u16 %r4, [%rd10];" + SHOW, n=0x1000_0005) == {5}
+    assert written(
+        "mov.b32 %r5, n; cvt.u64.u32 %rd10, %r5; cvta.param.u64 %rd10, %rd10; ld.u16 %r4, [%rd10];" + SHOW, n=0x1000_0005
+    ) == {5}
     refused("mov.u64 %rd10, m; ld.param.u32 %r4, [%rd10];" + SHOW)
 
 
 CALLEE = """.func (.param .align 8 .b8 y[16]) pick(.param .align 8 .b8 x[16], .param .b32 i)
-{ .reg .b32 %r<4>; .reg .pred %p<2>; ld.param.b32 %r1, [i]; ld.param.v2.b32 {%r2, %r3}, [x+4]; setp.gt.u32 %p1, %r1, 20; @%p1 bra BIG;
+{ .reg .b32 %r<4>; .reg .pred %p<2>; ld.param.b32 %r1, [i]; ld.param.v2.b32 {%r2, %r3}, [x+4]; setp.gt.u32 %p1, %r1, 20;
+  @%p1 bra BIG;
   st.param.b32 [y], %r2; st.param.b32 [y+8], %r1; ret; BIG: st.param.b32 [y], %r3; st.param.b32 [y+8], 50; ret; }
-.func store(.param .b64 a, .param .b32 v) { .reg .b64 %rd<2>; .reg .b32 %r<2>; ld.param.b64 %rd1, [a]; ld.param.b32 %r1, [v]; st.u32 [%rd1], %r1; ret; }
+.func store(.param .b64 a, .param .b32 v) { .reg .b64 %rd<2>; .reg .b32 %r<2>; ld.param.b64 %rd1, [a]; ld.param.b32 %r1, [v];
+  st.u32 [%rd1], %r1; ret; }
 """
 
 
 def test_calls_with_structs_and_branches():
     body = (
-        "{ .param .align 8 .b8 x[16]; .param .b32 i; .param .align 8 .b8 y[16]; st.param.b64 [x], 0x6400000000; st.param.b32 [x+8], 200;"
-        "st.param.b32 [i], %r2; call.uni (y), pick, (x, i); ld.param.b32 %r4, [y]; ld.param.b32 %r5, [y+8]; add.u32 %r4, %r4, %r5; }" + SHOW
+        "{ .param .align 8 .b8 x[16]; .param .b32 i; .param .align 8 .b8 y[16]; st.param.b64 [x], 0x6400000000;"
+        "st.param.b32 [x+8], 200;"
+        "st.param.b32 [i], %r2; call.uni (y), pick, (x, i); ld.param.b32 %r4, [y]; ld.param.b32 %r5, [y+8];"
+        "add.u32 %r4, %r4, %r5; }" + SHOW
     )
     assert written(body, CALLEE) == {*range(100, 121), 250}
 
 
 def test_a_guarded_call():
-    body = "setp.lt.u32 %p1, %r2, 3; { .param .b64 a; .param .b32 v; st.param.b64 [a], %rd5; st.param.b32 [v], 1; @%p1 call store, (a, v); }"
+    body = (
+        "setp.lt.u32 %p1, %r2, 3; { .param .b64 a; .param .b32 v; st.param.b64 [a], %rd5; st.param.b32 [v], 1;"
+        "@%p1 call store, (a, v); }"
+    )
     assert written(body, CALLEE) == {0, 1, 2}
 
 
@@ -327,12 +390,18 @@ def test_instructions_of_a_warp(text, expected):
 def test_a_vote_among_some_lanes():
     """Two halves vote apart, each with a mask of its own."""
     body = (
-        "setp.lt.u32 %p1, %r2, 16; selp.b32 %r5, 0xffff, 0xffff0000, %p1; setp.eq.u32 %p2, %r2, 20; vote.sync.any.pred %p3, %p2, %r5;"
+        "setp.lt.u32 %p1, %r2, 16; selp.b32 %r5, 0xffff, 0xffff0000, %p1; setp.eq.u32 %p2, %r2, 20;"
+        "vote.sync.any.pred %p3, %p2, %r5;"
         "selp.u32 %r4, 1, 2, %p3;" + SHOW
     )
     assert written(body) == {1, 2}
-    body = body.replace("any.pred %p3, %p2, %r5;selp.u32 %r4, 1, 2, %p3;", "ballot.b32 %r4, %p2, %r5; popc.b32 %r4, %r4; mad.lo.u32 %r4, %r4, 100, %r2;")
-    assert written(body.replace("setp.eq.u32 %p2, %r2, 20", "setp.gt.u32 %p2, %r2, 14")) == {100 + i for i in range(16)} | {1600 + i for i in range(16, 32)}
+    body = body.replace(
+        "any.pred %p3, %p2, %r5;selp.u32 %r4, 1, 2, %p3;",
+        "ballot.b32 %r4, %p2, %r5; popc.b32 %r4, %r4; mad.lo.u32 %r4, %r4, 100, %r2;",
+    )
+    assert written(body.replace("setp.eq.u32 %p2, %r2, 20", "setp.gt.u32 %p2, %r2, 14")) == {100 + i for i in range(16)} | {
+        1600 + i for i in range(16, 32)
+    }
 
 
 @pytest.mark.parametrize(
@@ -347,7 +416,10 @@ def test_lanes_that_stand_elsewhere_are_not_left_out_of_a_vote(text):
 
 
 def test_lanes_that_are_gone_do_not_vote():
-    body = "setp.ge.u32 %p1, %r2, 16; @%p1 exit; setp.lt.u32 %p2, %r2, 16; vote.sync.all.pred %p3, %p2, -1; selp.u32 %r4, 1, 2, %p3;" + SHOW
+    body = (
+        "setp.ge.u32 %p1, %r2, 16; @%p1 exit; setp.lt.u32 %p2, %r2, 16; vote.sync.all.pred %p3, %p2, -1; selp.u32 %r4, 1, 2, %p3;"
+        + SHOW
+    )
     assert written(body) == {1}
     assert written("setp.lt.u32 %p2, %r2, 40; vote.sync.ballot.b32 %r4, %p2, -1;" + SHOW, block=5) == {31}
 
@@ -369,7 +441,10 @@ def test_lanes_that_are_gone_do_not_vote():
 def test_boxes_of_a_tensor_copy(at, box, steps, expected):
     """A stride of the innermost dimension is ignored where nothing is interleaved, as cuTensorMapEncodeTiled says."""
     map_ = TensorMap(Q, 4, (8, 5), (40,), box, steps)
-    body = f"mov.b32 %r3, {at[0]}; mov.b32 %r4, {at[1]}; cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd8, {{%r3, %r4}}], [%r9];"
+    body = (
+        f"mov.b32 %r3, {at[0]}; mov.b32 %r4, {at[1]};"
+        f"cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd8, {{%r3, %r4}}], [%r9];"
+    )
     found = footprint(probe(body), "k", 1, 1, [None, None, 0, map_])
     assert found["m"].writes == Intervals.of([(40 * y + 4 * x, 40 * y + 4 * x + 4) for y, x in expected])
     assert not found["m"].reads
@@ -377,14 +452,19 @@ def test_boxes_of_a_tensor_copy(at, box, steps, expected):
 
 def test_copies_of_rows_that_are_gathered():
     map_ = TensorMap(Q, 2, (64, 100), (128,), (16, 1))
-    copy = "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [%r9], [%rd8, {8, 3, %r1, 99, 200}], [bar];"
+    copy = (
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [%r9], [%rd8, {8, 3,"
+        "%r1, 99, 200}], [bar];"
+    )
     found = footprint(probe(copy), "k", 1, 1, [None, None, 50, map_])
     assert found["m"].reads == Intervals.of([(128 * row + 16, 128 * row + 48) for row in (3, 50, 99)])
 
 
 def test_tensor_copies_that_are_not_modelled():
     map_ = TensorMap(Q, 2, (64, 100, 3), (128, 12800), (16, 1, 1))
-    copy = "cp.async.bulk.tensor.3d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r9], [%rd8, {0, 0, 0}], [bar], {%h1};"
+    copy = (
+        "cp.async.bulk.tensor.3d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r9], [%rd8, {0, 0, 0}], [bar], {%h1};"
+    )
     refused(copy, map_=map_, match="im2col")
     copy = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r9], [%rd8, {0, 0}], [bar];"
     refused(copy, map_=map_, match="has 3 dimensions, not 2")
@@ -406,7 +486,9 @@ def build(columns: str = "16", address: str = "%rd1", guard: str = "") -> str:
             value = columns if (field, ordinal) == ("box_dim", 0) else value
             lines.append(f"{guard} tensormap.replace.tile.{field}.shared::cta.b1024.b32 [%r9], {ordinal}, {value};")
     lines.append(f"{guard} tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%r9], 0, 256;")
-    lines.append(f"tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [{address}], [%r9], 128;")
+    lines.append(
+        f"tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [{address}], [%r9], 128;"
+    )
     return "".join(lines)
 
 
@@ -437,7 +519,10 @@ def test_maps_differ_from_block_to_block():
 def test_maps_at_one_address_that_differ_are_refused():
     body = "mov.u32 %r3, %ctaid.x; add.u32 %r5, %r3, 4;" + build("%r5") + COPY.format("%rd1")
     refused(body, grid=2, match="disagree about its tensor map")
-    refused("mov.u32 %r3, 0; ld.global.u32 %r5, [%rd1];" + build("%r5") + COPY.format("%rd1"), match="box_dim of its tensor map is not known")
+    refused(
+        "mov.u32 %r3, 0; ld.global.u32 %r5, [%rd1];" + build("%r5") + COPY.format("%rd1"),
+        match="box_dim of its tensor map is not known",
+    )
     refused("mov.u32 %r3, 0;" + COPY.format("%rd1"), match="tensor map lies in memory")
 
 
@@ -460,7 +545,10 @@ def test_bytes_that_a_mask_of_a_bulk_copy_leaves_out():
 
 def test_tables_of_the_module_count_where_their_contents_are_given():
     table = ".const .align 4 .u32 table[4] = {1, 2, 3, 4}; .global .align 4 .u32 other[4];"
-    body = "and.b32 %r5, %r2, 3; mul.wide.u32 %rd10, %r5, 4; mov.u64 %rd11, {0}; add.u64 %rd10, %rd10, %rd11; ld.{1}.u32 %r4, [%rd10];" + SHOW
+    body = (
+        "and.b32 %r5, %r2, 3; mul.wide.u32 %rd10, %r5, 4; mov.u64 %rd11, {0}; add.u64 %rd10, %rd10, %rd11;"
+        "ld.{1}.u32 %r4, [%rd10];" + SHOW
+    )
     values = b"".join(i.to_bytes(4, "little") for i in (9, 8, 70, 6))
     for name, space in (("table", "const"), ("other", "global")):
         text = body.replace("{0}", name).replace("{1}", space)
@@ -469,13 +557,21 @@ def test_tables_of_the_module_count_where_their_contents_are_given():
     generic = body.replace("mov.u64 %rd11, {0};", "mov.u64 %rd11, table; cvta.const.u64 %rd11, %rd11;").replace("ld.{1}", "ld")
     assert written(generic, table, symbols={"table": values}) == {9, 8, 70, 6}
     with pytest.raises(NotDerivable, match="writes other, whose contents decide"):
-        written("st.global.u32 [other], 1;" + body.replace("{0}", "other").replace("{1}", "global"), table, symbols={"other": values})
+        written(
+            "st.global.u32 [other], 1;" + body.replace("{0}", "other").replace("{1}", "global"), table, symbols={"other": values}
+        )
     with pytest.raises(ValueError, match="no variable 'nothing'"):
         written("", symbols={"nothing": b""})
 
 
 def test_variables_of_the_module_are_buffers_of_their_own():
-    found = footprint(probe("mov.u64 %rd10, v; add.u64 %rd10, %rd10, %rd3; st.global.u32 [%rd10], 1;", ".global .align 4 .u32 v[8];"), "k", 1, 10, [])
+    found = footprint(
+        probe("mov.u64 %rd10, v; add.u64 %rd10, %rd10, %rd3; st.global.u32 [%rd10], 1;", ".global .align 4 .u32 v[8];"),
+        "k",
+        1,
+        10,
+        [],
+    )
     assert list(found["v"].writes) == [(0, 32)]
     assert found.outside_writes.nbytes == 8
 
@@ -488,10 +584,16 @@ def test_memory_that_is_no_argument_may_be_named():
     assert list(found["heap"].writes) == [(64, 80)]
 
 
-@pytest.mark.parametrize("special", ["%clock", "%globaltimer", "%smid", "%warpid", "%nsmid", "%gridid", "%total_smem_size", "%envreg3"])
+@pytest.mark.parametrize(
+    "special", ["%clock", "%globaltimer", "%smid", "%warpid", "%nsmid", "%gridid", "%total_smem_size", "%envreg3"]
+)
 def test_what_no_argument_decides_is_unknown(special):
     kind = "u64" if special == "%globaltimer" else "u32"
-    refused(f"mov.{kind} {'%rd10' if kind == 'u64' else '%r4'}, {special};" + ("cvt.u32.u64 %r4, %rd10;" if kind == "u64" else "") + SHOW)
+    refused(
+        f"mov.{kind} {'%rd10' if kind == 'u64' else '%r4'}, {special};"
+        + ("cvt.u32.u64 %r4, %rd10;" if kind == "u64" else "")
+        + SHOW
+    )
 
 
 def test_an_unknown_instruction_raises_where_it_stands():

@@ -11,7 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera_compile.ptx_tools import (
-    Buffer, Footprint, Intervals, Kind, Module, NotDerivable, TensorMap, footprint, interpretation, parse, verdict,
+    Buffer,
+    Footprint,
+    Intervals,
+    Kind,
+    Module,
+    NotDerivable,
+    TensorMap,
+    footprint,
+    interpretation,
+    parse,
+    verdict,
 )  # fmt: skip
 from tests.ptx_tools.corpus import static_files, triton_cases, triton_ptx
 from tests.ptx_tools.launching import triton_module
@@ -71,7 +81,7 @@ def check_kernel(module: Module, kernel: str, shared: int = 0) -> None:
     if found.kind is Kind.GUARDED:
         assert isinstance(blind, str), "it depends on contents that were not given"
         indices = np.arange(1 << 12, dtype=np.int32).tobytes()
-        guards = {name: indices for name in found.buffers}
+        guards = dict.fromkeys(found.buffers, indices)
         seen = [launch(module, kernel, contents(module, kernel, seed) | guards, shared) for seed in range(2)]
         seen.append(launch(module, kernel, guards, shared))
     else:
