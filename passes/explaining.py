@@ -41,8 +41,8 @@ class Why:
         if self.reason is Reason.INFEASIBLE:
             return f"{self.kernel} on {self.chosen}: INFEASIBLE on {self.target}"
         return (
-            f"{self.kernel} on {self.chosen} ({self.chosen_us:.1f} µs), not {self.target} ({self.target_us:.1f} µs): {self.reason}; "
-            f"moved alone, a mix takes {self.moved_us:.1f} µs instead of {self.value_us:.1f}"
+            f"{self.kernel} on {self.chosen} ({self.chosen_us:.1f} µs), not {self.target} ({self.target_us:.1f} µs): "
+            f"{self.reason}; moved alone, a mix takes {self.moved_us:.1f} µs instead of {self.value_us:.1f}"
         )
 
 
@@ -56,11 +56,10 @@ def compare(chosen_us: float, target_us: float) -> Reason:
 
 
 def why(mix: Mix, placement: Mapping[str, str], kernel: str, target: str, objective: str = "throughput") -> Why:
-    """Why ``kernel`` is not on ``target``. ``placement`` is a plan's, made for ``objective``. Raises PlanError for names that are not
-    there.
+    """Why ``kernel`` is not on ``target``. ``placement`` is a plan's, made for ``objective``. Raises PlanError for unknown names.
 
-    TARGET CHEAPER is no mistake: the kernel would be faster there by itself, but that group is the busier one, or its values would
-    have to move; ``moved_us`` says what the move would cost.
+    TARGET CHEAPER is no mistake: the kernel would be faster there by itself, but that group is the busier one, or its values
+    would have to move; ``moved_us`` says what the move would cost.
     """
     names = [g.name for g in mix.groups]
     if kernel not in mix.kernels:
@@ -82,7 +81,7 @@ def why(mix: Mix, placement: Mapping[str, str], kernel: str, target: str, object
 def matter_most(
     mix: Mix, placement: Mapping[str, str], count: int = 10, objective: str = "throughput", time_limit: float = 20.0
 ) -> list[Why]:
-    """The kernels whose best single move elsewhere would cost most, worst first; of those that could be tried in ``time_limit``."""
+    """The kernels whose best single move elsewhere would cost most, worst first; of those that ``time_limit`` lets it try."""
     names = [g.name for g in mix.groups]
     at = [names.index(placement[k]) for k in mix.kernels]
     value_of = value if objective == "throughput" else makespan

@@ -11,8 +11,8 @@ while another keeps the other, which is how replicas work. The optimum over all 
 4. The simple plans (``baselines.py``) are added, so no mixture of those is better than what comes out.
 5. More plans are priced in: moves of kernels that make a plan cheaper under the prices of the resources (:func:`_descend`); with
    two groups none is left.
-6. The master program chooses the shares (:func:`_master`); a vertex of it uses at most one plan for each tight resource. Where the
-   weights of all plans together exceed a group's memory, it is solved with one binary for each resident and group.
+6. The master program chooses the shares (:func:`_master`); a vertex of it uses at most one plan for each tight resource. Where
+   the weights of all plans together exceed a group's memory, it is solved with one binary for each resident and group.
 7. Shares become whole requests out of at most 256 (:func:`whole_shares`).
 
 The single best plan is sought in the same pool, improved by moves, and for two groups by ``milp``.
@@ -57,10 +57,10 @@ class SharedPlan:
 class MixPlan:
     """What the planner decided for a mix.
 
-    bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better. ``single``
-    is the best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of the mixture
-    serves. baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its busiest link, bytes
-    of memory on a member when all plans are resident).
+    bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better.
+    ``single`` is the best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of
+    the mixture serves. baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its
+    busiest link, bytes of memory on a member when all plans are resident).
     """
 
     plans: tuple[SharedPlan, ...]

@@ -142,7 +142,7 @@ def _memory_binds(mix: Mix) -> bool:
 
 
 def pin(mix: Mix, parts: Sequence[tuple[Any, ...]], pins: Mapping[str, str], cluster: Cluster) -> Mix:
-    """The mix with kernels pinned by patterns over their names and module paths, each to a device or a group of identical ones."""
+    """The mix with kernels pinned by patterns over their names and module paths, to a device or a group of identical ones."""
     fixed: dict[int, frozenset[int]] = {}
     for pattern, device in pins.items():
         members = next((g.members for g in group_devices(cluster) if device == g.name), (device,))

@@ -291,7 +291,7 @@ class _Rows:
 
 
 def integer_plan(mix: Mix, upper: float, time_limit: float, gap: float) -> tuple[int, ...] | None:
-    """A placement by ``scipy.optimize.milp`` on the same rows with x integral; None if none better than ``upper`` is found in time."""
+    """A placement by ``scipy.optimize.milp`` on the same rows with x integral; None if none as good as ``upper`` is found."""
     rows = _Rows(mix, upper)
     rows.assign()
     rows.moves()

@@ -7,7 +7,7 @@ guard of an access, or a branch that decides whether an access happens.
 - INDEPENDENT: nothing tainted matters. The footprint of a launch holds for every launch with the same arguments.
 - GUARDED(buffers): all that matters was loaded from these buffers, and the kernel itself leaves them alone: the footprint holds while
   their contents do (and while no other argument overlaps them).
-- DEPENDENT(sites): it follows from data that no guard can pin down: the kernel writes it, or a pointer was loaded.
+- DEPENDENT(sites): it follows from data that no guard can pin down: the kernel writes it, or may, or a pointer was loaded.
 - UNKNOWN(reason): a call that cannot be followed, an instruction that is not in the table, an address from elsewhere.
 
 A semaphore is a guard too. Where a branch depends on what an atomic returned, and the accesses behind it are the same whichever of
@@ -27,7 +27,8 @@ from . import isa
 from .flow import Op, flatten
 from .interpretation import UNKNOWN_SPECIALS
 from .slicing import Slice, access_registers, call_slots, slice_kernel
-from .syntax import Address, Module, Name, Offset, Operand, PtxError, Vector
+from .syntax import TYPE_BYTES, Address, Module, Name, Offset, Operand, PtxError, Vector
+from .syntax import Literal as Constant
 
 
 class Kind(StrEnum):
@@ -78,6 +79,9 @@ Root = str
 """A kernel parameter or a module variable that an address was computed from; `LOCAL`, `SHARED`, `PARAM` for the other spaces."""
 
 LOCAL, SHARED, PARAM = "(local)", "(shared)", "(param)"
+LOADED, MANGLED = "?loaded", "?mangled"
+"""A pointer that was itself loaded; a pointer whose bits were taken apart (shifted right, cut into fields). Nobody knows where they go."""
+NOWHERE = frozenset({LOADED, MANGLED})
 
 
 # Results that no argument decides: who is there, who came first, what has arrived.
@@ -127,6 +131,11 @@ class _Taint:
         self.identity: dict[str, set[str]] = {}  # register → indices of blocks and threads it was computed from
         self.stored: dict[int, tuple[set[int], set[str], set[str], set[Root]]] = {}  # store → taint, identity, strange, roots
         self.seen_by = reaching
+        # Blocks of a cluster write each other's shared memory, on paths that a block itself need not take.
+        self.clustered = any(
+            op.opcode == "mapa" or "multicast::cluster" in op.modifiers or any("%cluster" in r for r in self.slice.uses[op.index])
+            for op in self.ops
+        )
         self.controls: dict[int, list[int]] = {}  # block → blocks whose branches decide whether it runs
         for block in self.slice.relevant:
             for inside in self.flow.region(block):
@@ -243,7 +252,7 @@ class _Taint:
         the start of the kernel, and where not all threads come to the load: then others may store from elsewhere."""
         access = self.slice.accesses[load.index][0]
         place = self._fixed(access)
-        if place is None or access.nbytes is None:
+        if place is None or access.nbytes is None or self.clustered:
             return None
         for control in self.controls.get(load.block, ()):
             for reg in self.slice.uses[self.flow.blocks[control].ops[-1].index]:
@@ -327,9 +336,19 @@ class _Taint:
                 return {base}
             if base in self.slots:
                 return set(self.roots.get(f"[{base}]", set()))
-            if isinstance(address, Address) and address.base:  # a pointer inside a struct
-                return {root.removeprefix(PARAM) for root in self._operand_roots(address.base) if root.startswith(PARAM)}
-            return set()
+            spaces = self._operand_roots(address.base) if isinstance(address, Address) and address.base else set()
+            inside = {root.removeprefix(PARAM) for root in spaces if root.startswith(PARAM)}  # a pointer inside a struct
+            private = op.index in self.seen_by or "shared" in str(op.modifiers) or "local" in op.modifiers
+            if private or (spaces and spaces == _private(spaces)) or TYPE_BYTES.get(isa.data_type(op.instruction), 0) < 8:
+                return inside
+            return inside | {LOADED}
+        if op.opcode == "atom":
+            return {LOADED} if TYPE_BYTES.get(isa.data_type(op.instruction), 0) >= 8 else set()
+        if op.opcode in ("shr", "bfe", "bfi", "shf", "lop3"):
+            mixed = set().union(*(self._operand_roots(source) for source in sources if not isinstance(source, Address)))
+            return {MANGLED} if mixed - {LOADED} and TYPE_BYTES.get(isa.data_type(op.instruction), 0) >= 8 else set()
+        if op.opcode in ("shl", "mul"):  # an offset, unless bits of a pointer are put together again
+            return set().union(*(self._operand_roots(source) for source in sources)) & {MANGLED}
         if op.opcode == "st":
             return self._stored_roots(op)
         if op.opcode == "cvta":
@@ -405,11 +424,11 @@ class _Taint:
                 elif roots and roots == _private(roots):
                     continue
                 elif access.writes:
-                    written |= roots - _private(roots)
-                    loose_write |= not roots
+                    written |= roots - _private(roots) - NOWHERE
+                    loose_write |= not roots or bool(roots & NOWHERE)
                 if tainted:
                     sites.append((op, tainted))
-                if not roots and tainted:
+                if roots <= NOWHERE and tainted:
                     wild.append(op)
         controlled = self._tainted_branches()
         for block in self.slice.relevant:
@@ -450,7 +469,7 @@ class _Taint:
                 if access.record == "tensor":  # what lies where a tensor map points
                     found |= {root.removeprefix(PARAM) for root in spaces if root.startswith(PARAM)}
                 found |= spaces - _private(spaces)
-        return found
+        return set() if found & NOWHERE else found
 
     def _is_semaphore(self, site: Op, source: Op, buffers: set[Root]) -> bool:
         """Whether a branch on the result of an atomic guards work that is the same for every contender; see the module."""
@@ -460,6 +479,12 @@ class _Taint:
             for access in self.slice.accesses[op.index]:
                 if access.outside and op is not source and (self._spaces(access) & buffers or not self._spaces(access)):
                     return False
+        address = self.slice.accesses[source.index][0].address
+        if address is None or address.base is None:
+            return False
+        single = self._one_index(address.base)  # contenders for one semaphore must agree in all that the work behind it uses
+        if single is None or len(single) > 1 and not all(s in _THREADS for s in single):
+            return False
         asked, condition = self._identity_of(source), set[str]()
         for reg in self.slice.uses[site.index]:
             condition |= self.identity.get(reg, set())
@@ -499,18 +524,89 @@ class _Taint:
         return False
 
     def _one_thread(self, op: Op) -> bool:
-        """Whether an op stands under a guard that picks a thread, by its index or by election."""
-        guards = {op.predicate} if op.predicate else set()
+        """Whether an op stands under a guard that picks threads by their index, the first thread of the block among them."""
+        if op.predicate and self._picks_first(op.predicate, not op.negated):
+            return True
         for block in self.controls.get(op.block, ()):
-            guards |= self.slice.uses[self.flow.blocks[block].ops[-1].index]
-        for guard in guards:
-            for maker in self.slice.defs.get(guard, ()):
-                equal = (
-                    maker.opcode == "setp" and {"eq", "ne"} & set(maker.modifiers) and self.identity.get(guard, set()) & _THREADS
-                )
-                if equal or maker.opcode == "elect":
-                    return True
+            end = self.flow.blocks[block].ops[-1]
+            if end.opcode != "bra" or end.predicate is None or len(end.targets) != 1:
+                continue
+            stop = self.flow.postdominator[block]
+            taken, fallen = (self._reaches(start, op.block, stop) for start in (end.targets[0], block + 1))
+            if taken != fallen and self._picks_first(end.predicate, taken != end.negated):
+                return True
         return False
+
+    def _reaches(self, start: int, goal: int, stop: int) -> bool:
+        seen, work = {stop}, [start]
+        while work:
+            at = work.pop()
+            if at == goal:
+                return True
+            if at not in seen:
+                seen.add(at)
+                work += self.flow.successors(at)
+        return False
+
+    def _picks_first(self, guard: str, truth: bool) -> bool:
+        """Whether the guard has this truth in the first thread because an index of it is 0."""
+        makers = self.slice.defs.get(guard, [])
+        if len(makers) != 1 or makers[0].opcode != "setp" or makers[0].predicate or len(makers[0].operands) != 3:
+            return False
+        equal = "eq" if truth else "ne"
+        zero = makers[0].operands[2]
+        return equal in makers[0].modifiers and isinstance(zero, Constant) and zero.value == 0 and self._is_first(makers[0].operands[1])
+
+    def _is_first(self, operand: Operand) -> bool:
+        """Whether a value is computed from the indices of the thread alone, and is 0 in the first thread."""
+        if isinstance(operand, Constant):
+            return operand.value == 0
+        if not isinstance(operand, Name):
+            return False
+        if operand.text in _THREADS:
+            return True
+        makers = self.slice.defs.get(operand.text, [])
+        if len(makers) != 1 or makers[0].predicate:
+            return False
+        maker = makers[0]
+        if maker.opcode in ("mov", "cvt", "shr", "shl", "rem", "div", "bfe", "shfl"):
+            return self._is_first(maker.operands[1])
+        if maker.opcode in ("and", "mul"):
+            return any(self._is_first(o) for o in maker.operands[1:3])
+        if maker.opcode in ("or", "add", "xor"):
+            return all(self._is_first(o) for o in maker.operands[1:3])
+        return False
+
+    def _one_index(self, operand: Operand, seen: frozenset[str] = frozenset()) -> set[str] | None:
+        """The indices of blocks and threads that a value is an injective function of, None where it may not be: it is one index, moved,
+        widened, added to something that has none, or multiplied by a constant that is not 0."""
+        if isinstance(operand, Constant | Offset):
+            return set()
+        if not isinstance(operand, Name) or operand.text in seen:
+            return None
+        name = operand.text
+        if name not in self.flow.types:
+            return {name} if _is_index(name) else set()
+        if not self.identity.get(name):
+            return set()
+        makers = self.slice.defs.get(name, [])
+        if len(makers) != 1 or makers[0].predicate:
+            return None
+        maker, inner = makers[0], seen | {name}
+        if maker.opcode in ("mov", "cvt", "cvta"):
+            return self._one_index(maker.operands[1], inner)
+        if maker.opcode in ("add", "sub", "mad"):
+            parts = list(maker.operands[1:])
+            if maker.opcode == "mad":
+                if not isinstance(parts[1], Constant) or not parts[1].value:
+                    return None
+                parts = [parts[0], parts[2]]
+            found = [self._one_index(part, inner) for part in parts]
+            with_index = [f for f in found if f is None or f]
+            return set() if not with_index else with_index[0] if len(with_index) == 1 else None
+        if maker.opcode in ("mul", "shl") and isinstance(maker.operands[2], Constant) and (maker.opcode == "shl" or maker.operands[2].value):
+            return self._one_index(maker.operands[1], inner)
+        return None
 
     def _operand_identity(self, operand: Operand) -> set[str]:
         found: set[str] = set()

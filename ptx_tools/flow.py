@@ -39,7 +39,7 @@ MOST_INSTRUCTIONS = 400_000
 
 # Functions of the driver that a kernel may call without a body in the module.
 NEVER_RETURN = frozenset({"__assertfail", "__trap"})
-NO_MEMORY = frozenset({"vprintf", "free"})
+NO_MEMORY = frozenset({"vprintf", "free"})  # of the user's: a format and its arguments are strings and locals
 FRESH_MEMORY = frozenset({"malloc"})
 
 
@@ -193,6 +193,8 @@ class _Builder:
                 names = [item.name] if item.count is None else [f"{item.name}{i}" for i in range(item.count)]
                 for one in names:
                     unique = f"{prefix}{one}{tag}"
+                    while unique in self.variables:  # a namesake of a variable of the module, which callees still mean
+                        unique += "'"
                     scope[one] = unique
                     self.declare(replace(item, name=one, count=None), unique)
             elif isinstance(item, Label):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -230,8 +229,10 @@ def _describe(found: Intervals, nbytes: int) -> str:
 Target = tuple[str, int, int]
 """Name, address and size of a buffer."""
 
-LARGEST_MAP = 1 << 28
-"""Flags for one buffer and width; a larger buffer keeps sorted addresses instead."""
+LARGEST_MAP = 1 << 30
+"""Flags for one buffer and width, of which only what is touched takes memory; a larger buffer keeps intervals instead."""
+SCANNED = 1 << 24
+"""Flags looked at together."""
 
 
 class Recorder:
@@ -294,9 +295,11 @@ class Recorder:
         first = start // unit
         count = (start + size - 1) // unit - first + 1
         if count > LARGEST_MAP:
-            at = np.sort(at)
-            at = at[np.concatenate(([True], at[1:] > at[:-1]))]
-            self._add(index, write, at, at + width)
+            if (at[1:] < at[:-1]).any():
+                at = np.sort(at)
+            new = np.concatenate(([True], at[1:] > at[:-1] + width))
+            last = np.concatenate((new[1:], [True]))
+            self._add(index, write, at[new], at[last] + width)
             return
         key = (index, write, unit)
         marks = self.marks.get(key)
@@ -328,7 +331,9 @@ class Recorder:
         sets = [self._union((index, write)).shift(-start)]
         for (target, kind, unit), marks in self.marks.items():
             if target == index and kind == write:
-                found = Intervals.from_marks(marks, unit, start // unit * unit - start)
-                sets.append(found)
-        whole = reduce(lambda a, b: a | b, sets)
+                for first in range(0, len(marks), SCANNED):
+                    part = marks[first : first + SCANNED]
+                    if part.any():
+                        sets.append(Intervals.from_marks(part, unit, (start // unit + first) * unit - start))
+        whole = Intervals.merge(np.concatenate([s.starts for s in sets]), np.concatenate([s.ends for s in sets]))
         return whole if index < 0 else whole & Intervals.of([(0, size)])

@@ -23,6 +23,7 @@ Everything else is in NO_ACCESS: it touches registers, barriers, tensor memory, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
@@ -80,7 +81,18 @@ class Access:
 
 
 NO_ACCESS = frozenset(
-    ["abs", "activemask", "add", "addc", "alloca", "and", "bar", "barrier", "bfe", "bfi", "bfind", "bmsk", "bra", "brev", "brkpt", "brx", "clz", "cnot", "copysign", "cos", "createpolicy", "cvt", "cvta", "div", "dp2a", "dp4a", "elect", "ex2", "exit", "fence", "fma", "fns", "getctarank", "griddepcontrol", "isspacep", "istypep", "lg2", "lop3", "mad", "mad24", "madc", "mapa", "match", "max", "membar", "min", "mma", "mov", "movmatrix", "mul", "mul24", "nanosleep", "neg", "not", "or", "pmevent", "popc", "prefetch", "prefetchu", "prmt", "rcp", "redux", "rem", "ret", "rsqrt", "sad", "selp", "set", "setmaxnreg", "setp", "shf", "shfl", "shl", "shr", "sin", "slct", "sqrt", "stackrestore", "stacksave", "sub", "subc", "suq", "szext", "tanh", "testp", "trap", "txq", "vote", "xor", "applypriority", "vabsdiff", "vabsdiff2", "vabsdiff4", "vadd", "vadd2", "vadd4", "vavrg2", "vavrg4", "vmad", "vmax", "vmax2", "vmax4", "vmin", "vmin2", "vmin4", "vset", "vset2", "vset4", "vshl", "vshr", "vsub", "vsub2", "vsub4", "mbarrier", "tcgen05", "wgmma"]
+    re.findall(
+        r"\w+",
+        """
+    abs activemask add addc alloca and bar barrier bfe bfi bfind bmsk bra brev brkpt brx clz cnot copysign cos
+    createpolicy cvt cvta div dp2a dp4a elect ex2 exit fence fma fns getctarank griddepcontrol isspacep istypep lg2
+    lop3 mad mad24 madc mapa match max membar min mma mov movmatrix mul mul24 nanosleep neg not or pmevent popc
+    prefetch prefetchu prmt rcp redux rem ret rsqrt sad selp set setmaxnreg setp shf shfl shl shr sin slct sqrt
+    stackrestore stacksave sub subc suq szext tanh testp trap txq vote xor applypriority vabsdiff vabsdiff2 vabsdiff4
+    vadd vadd2 vadd4 vavrg2 vavrg4 vmad vmax vmax2 vmax4 vmin vmin2 vmin4 vset vset2 vset4 vshl vshr vsub vsub2 vsub4
+    wgmma
+    """,
+    )
 )
 # Shared memory only. What they leave there is data of the kernel, which the interpreter forgets rather than models.
 SHARED_WRITES = frozenset({"stmatrix"})
@@ -317,7 +329,27 @@ def _cluster_launch(instruction: Instruction) -> tuple[Access, ...] | None:
     return address and (Access("shared", False, True, "mark", address, 16),)
 
 
+def _barrier(instruction: Instruction) -> tuple[Access, ...] | None:
+    """A barrier object is 8 bytes of shared memory, whatever is done to it."""
+    address = next((o for o in instruction.operands if isinstance(o, Address)), None)
+    if "pending_count" in instruction.modifiers:
+        return ()
+    if address is None or _space(instruction.modifiers) != "shared":
+        return None  # through a generic address it could not be told from data
+    return (Access("shared", False, True, "mark", address, 8),)
+
+
+def _tensor_core(instruction: Instruction) -> tuple[Access, ...] | None:
+    """Of what tcgen05 does, only an allocation touches memory as data: it leaves 4 bytes in shared memory."""
+    if "alloc" not in instruction.modifiers:
+        return ()
+    address = _address(instruction, 0)
+    return address and (Access("shared", False, True, "mark", address, 4),)
+
+
 _FAMILIES = {
+    "mbarrier": _barrier,
+    "tcgen05": _tensor_core,
     "ld": _load,
     "ldu": _load,
     "st": _store,

@@ -2,8 +2,9 @@
 
 Each byte has a value or is unknown. Values pass from one warp to another only through a barrier: every warp carries a vector
 clock, a barrier merges the clocks of those who meet there, and a read of what another warp wrote without a barrier between is
-refused, as is a write over what another warp has read. Within a warp program order is taken, which is what compilers rely on after
-`bar.warp.sync`.
+refused, as is a write over what another warp has read. Within a warp, values pass between lanes only through a barrier or an instruction
+in which the whole warp takes part (`bar.warp.sync`, shuffles, votes). What an asynchronous copy fills, and what other blocks of
+a cluster may have written, is unknown for good: their completion is told by other means than barriers.
 """
 
 from __future__ import annotations
@@ -45,19 +46,65 @@ class SharedMemory:
         self.loose = np.zeros((count, BARRIERS), bool)  # somebody arrived and did not wait
         self.meeting = np.zeros((count, BARRIERS, warps), np.int32)
         self.warp = np.arange(threads) // 32
+        self.lost = np.zeros((count, size), bool)  # unknown for good
+        self.clashed = np.full((count, size), -1, np.int32)  # epoch in which two threads stored without order
+        self.write_thread = np.full((count, size), -1, np.int16)  # -2: several
+        self.read_thread = np.full((count, size), -1, np.int16)
+        self.turn = np.zeros((count, warps), np.int32)  # counts what the whole warp took part in
+        self.write_turn = np.zeros((count, size), np.int32)
+        self.read_turn = np.zeros((count, size), np.int32)
 
-    def forget(self) -> None:
-        """Every value is unknown from here on."""
+    def together(self, mask: Array) -> None:
+        """Warps that are whole in the mask take part in an instruction together."""
+        pad = -self.threads % 32
+        whole = np.broadcast_to(mask, self.shape)
+        if pad:
+            whole = np.concatenate((whole, np.ones((self.count, pad), bool)), axis=1)
+        self.turn += whole.reshape(self.count, -1, 32).all(axis=2)
+
+    def forget(self, refuse: Refuse) -> None:
+        """Something is written, nobody knows where or when: every value is unknown for good. Refuses where one was used already that the
+        write may have been meant for."""
+        if ((self.reader != -1) & (self.read_epoch >= self.epoch[:, None])).any():
+            refuse(HANDED)
         self.bad[:] = True
+        self.lost[:] = True
 
-    def _pick(self, offset: Array, mask: Array) -> tuple[Array, Array, Array]:
-        """Blocks, warps and offsets of the threads in the mask."""
+    def fill(self, offset: Array, nbytes: Array, mask: Array, refuse: Refuse, everywhere: bool = False) -> None:
+        """An asynchronous copy of `nbytes` (broadcast to all threads) to `offset`, in every block where `everywhere`."""
+        whole = np.broadcast_to(mask, self.shape)
+        block, _ = np.nonzero(whole)
+        starts = np.broadcast_to(offset, self.shape)[whole]
+        sizes = np.broadcast_to(nbytes, self.shape)[whole]
+        pairs = np.unique(np.stack((block, starts, sizes), axis=1), axis=0) if len(starts) else np.zeros((0, 3), np.int64)
+        for b, start, size in pairs.tolist():
+            if start < 0 or start + size > self.size:
+                refuse("writes shared memory that the launch does not have")
+            where = (slice(None) if everywhere else b, slice(start, start + size))
+            epoch = self.epoch[:, None] if everywhere else self.epoch[b]
+            if ((self.reader[where] != -1) & (self.read_epoch[where] >= epoch)).any():
+                refuse(HANDED)
+            self.bad[where] = True
+            self.lost[where] = True
+
+    def _pick(self, offset: Array, mask: Array) -> tuple[Array, Array, Array, Array]:
+        """Blocks, threads, warps and offsets of the threads in the mask."""
         whole = np.broadcast_to(mask, self.shape)
         block, thread = np.nonzero(whole)
-        return block, self.warp[thread], np.broadcast_to(offset, self.shape)[whole]
+        return block, thread, self.warp[thread], np.broadcast_to(offset, self.shape)[whole]
+
+    def _mark_thread(self, table: Array, rows: Array, index: Array, thread: Array, keep: bool) -> None:
+        """Note who touched bytes: one thread, or -2 for several, those noted before among them where `keep`."""
+        wide = np.broadcast_to(thread[:, None], index.shape)
+        before = table[rows, index]
+        table[rows, index] = wide
+        several = table[rows, index] != wide
+        if keep:
+            several |= (before != -1) & (before != wide)
+        table[np.broadcast_to(rows, index.shape)[several], index[several]] = -2
 
     def read(self, offset: Array, size: int, mask: Array, refuse: Refuse) -> Value:
-        block, warp, at = self._pick(offset, mask)
+        block, thread, warp, at = self._pick(offset, mask)
         if not len(at):
             return UNKNOWN
         if at.min() < 0 or at.max() + size > self.size:
@@ -68,8 +115,17 @@ class SharedMemory:
         writer = self.writer[rows, index]
         seen = self.clock[rows, warp[:, None], np.maximum(writer, 0)]
         unordered = (writer >= 0) & (writer != warp[:, None]) & (seen < self.written_at[rows, index])
+        turn = self.turn[rows, warp[:, None]]
+        lane = (self.write_thread[rows, index] == thread[:, None]) | (turn > self.write_turn[rows, index])
+        unordered |= (writer == warp[:, None]) & ~lane
         if (unordered.any(axis=1) & ~bad).any():
             refuse(HANDED)
+        fresh = (self.read_epoch[rows, index] < self.epoch[rows]) | (
+            (self.reader[rows, index] == warp[:, None]) & (self.read_turn[rows, index] < turn)
+        )
+        self.read_thread[rows, index] = np.where(fresh, -1, self.read_thread[rows, index])
+        self._mark_thread(self.read_thread, rows, index, thread, keep=True)
+        self.read_turn[rows, index] = turn
         old = self.reader[rows, index]
         self.reader[rows, index] = np.where((old == -1) | (old == warp[:, None]), warp[:, None], -2)
         several = np.zeros((self.count, self.size), bool)
@@ -96,7 +152,7 @@ class SharedMemory:
         return Partial(result, unknown)
 
     def write(self, offset: Array, size: int, value: Value, mask: Array, refuse: Refuse) -> None:
-        block, warp, at = self._pick(offset, mask)
+        block, thread, warp, at = self._pick(offset, mask)
         if not len(at):
             return
         if at.min() < 0 or at.max() + size > self.size:
@@ -105,12 +161,19 @@ class SharedMemory:
         rows = block[:, None]
         reader, epoch = self.reader[rows, index], self.read_epoch[rows, index]
         later = self.clock[rows, warp[:, None], np.maximum(reader, 0)] >= self.read_at[rows, index]
-        fine = (reader == -1) | (reader == warp[:, None]) | (epoch < self.epoch[rows]) | ((reader >= 0) & later)
+        turn = self.turn[rows, warp[:, None]]
+        mine = (reader == warp[:, None]) & (
+            (self.read_thread[rows, index] == thread[:, None]) | (turn > self.read_turn[rows, index])
+        )
+        others = (reader >= 0) & (reader != warp[:, None]) & later
+        fine = (reader == -1) | mine | (epoch < self.epoch[rows]) | others
         if not fine.all():
             refuse(HANDED)
         writer = self.writer[rows, index]
         ordered = self.clock[rows, warp[:, None], np.maximum(writer, 0)] >= self.written_at[rows, index]
-        clash = (writer >= 0) & (writer != warp[:, None]) & ~ordered
+        lane = (self.write_thread[rows, index] == thread[:, None]) | (turn > self.write_turn[rows, index])
+        clash = (writer >= 0) & np.where(writer == warp[:, None], ~lane, ~ordered)
+        never = self.lost[rows, index] | (self.clashed[rows, index] == self.epoch[rows])
         if isinstance(value, Poison):
             self.bad[rows, index] = True
         else:
@@ -120,18 +183,23 @@ class SharedMemory:
                 unknown, value = np.broadcast_to(value.bad, self.shape)[whole], value.array
             values = np.ascontiguousarray(np.broadcast_to(value, self.shape)[whole])
             raw = values.view(np.uint8).reshape(len(values), size)
-            same = ~clash | (self.data[rows, index] == raw)
+            same = ~clash | (~self.bad[rows, index] & (self.data[rows, index] == raw))
             self.data[rows, index] = raw
             # Several threads that store different bytes in one place leave one of them, nobody knows which.
             kept = self.data[rows, index] == raw
             self.bad[rows, index] = False
-            lost = ~kept | ~same
+            lost = ~kept | ~same | never
             if unknown is not None:
                 lost |= unknown[:, None]
             self.bad[np.broadcast_to(rows, index.shape)[lost], index[lost]] = True
+        wide = np.broadcast_to(rows, index.shape)
+        self.clashed[wide[clash], index[clash]] = self.epoch[wide[clash]]
+        self._mark_thread(self.write_thread, rows, index, thread, keep=False)
+        self.write_turn[rows, index] = turn
         self.writer[rows, index] = warp[:, None]
         self.written_at[rows, index] = self.clock[rows, warp[:, None], warp[:, None]]
         self.reader[rows, index] = -1
+        self.read_thread[rows, index] = -1
 
     # -- barriers
 
@@ -146,6 +214,7 @@ class SharedMemory:
         self.meeting[:, barrier] = np.maximum(self.meeting[:, barrier], mine)
         rows, who = np.nonzero(warps)
         self.clock[rows, who, who] += 1
+        self.together(mask)
 
     def complete(self, barrier: int, gone: Array) -> Array:
         """Blocks in which the barrier has all its threads; `gone` counts those that have left the kernel."""

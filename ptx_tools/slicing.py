@@ -224,7 +224,8 @@ def _repeats(
                 known[reg] = True
             elif len(makers) == 1:
                 op = makers[0]
-                known[reg] = not table[op.index] and op.opcode != "fresh" and all(invariant(r) for r in uses[op.index])
+                changing = op.opcode in ("fresh", "elect", "activemask", "match", "vote", "shfl", "redux")
+                known[reg] = not table[op.index] and not changing and all(invariant(r) for r in uses[op.index])
         return known[reg]
 
     for op in inside:

@@ -15,8 +15,8 @@ def add_parsers(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="plan a profile CSV for a cluster, without any model",
-        description="PROFILE.csv has the columns workload, position, layer, block, kernel, reads, bytes_out, state, state_bytes_written "
-        "and <device>_us for each type of device. Times are taken as given.",
+        description="PROFILE.csv has the columns workload, position, layer, block, kernel, reads, bytes_out, state, "
+        "state_bytes_written and <device>_us for each type of device. Times are taken as given.",
     )
     plan.add_argument("profile", type=Path, metavar="PROFILE.csv")
     _common(plan)
@@ -33,7 +33,8 @@ def add_parsers(commands: Any) -> None:
     advise = commands.add_parser(
         "advise",
         help="one device, replicas, or split by kernel?",
-        description="TARGET is a profile CSV, or MODULE:CALLABLE or FILE.py:CALLABLE as for `tessera explain` (times are modelled then).",
+        description="TARGET is a profile CSV, or MODULE:CALLABLE or FILE.py:CALLABLE as for `tessera explain` (times are "
+        "modelled then).",
     )
     advise.add_argument("cluster", metavar="CLUSTER")
     advise.add_argument("target", metavar="TARGET")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,12 @@ def test_duals_that_are_no_numbers_prove_nothing():
         assert certified(ones, one, ones, one, ones, ones, -ones, np.array([bad])) == -math.inf
 
 
+def test_duals_of_the_wrong_sign_are_clipped():
+    """x ≤ 100 with y = 1 would prove 99 of the optimum 0."""
+    one, ones = sparse.csr_array(np.ones((1, 1))), np.ones(1)
+    assert certified(np.zeros(1), one, 100 * ones, one, ones, ones, ones, np.zeros(1)) == pytest.approx(0.0)
+
+
 def test_certificate_by_hand():
     """min c where c ≥ 3 x and x = 1: y = −1 on 3 x − c ≤ 0, w = 3."""
     cost, upper = np.array([0.0, 1.0]), np.array([1.0, 10.0])
@@ -94,6 +101,25 @@ def test_alike_links_with_a_replica_that_needs_no_move():
     mix = mix_of([[None, 1, None], [None, 2, None]], moves)
     assert optimum(mix) == (3.0, 3.0)
     assert relax(mix, 3.0).bound <= 3.0
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_replicas_of_what_a_kernel_made(groups):
+    """``unless`` with a kernel as the source: two groups are no longer a cut, but the bound holds."""
+    for seed in range(80):
+        mix = random_mix(seed, groups)
+        last = len(mix.kernels) - 1
+        moves = tuple(replace(m, unless=(m.source + 1) % (last + 1)) if m.source != HOME and m.readers else m for m in mix.moves)
+        mix = replace(mix, moves=moves)
+        best = optimum(mix)
+        if best is not None:
+            assert relax(mix, best[0] or 1.0).bound <= best[1] * (1 + 1e-9) + 1e-9
+
+
+def test_activations_take_no_room_where_nothing_runs():
+    mix = mix_of([[2, 1], [2, 1]], memory=[20, 3], residents=(("w", 10, (0, 1), False),), activation_bytes=5)
+    # 15 bytes on the second group's 3: at most a fifth of the kernels.
+    assert relax(mix, 4.0).bound == pytest.approx(4 * 4 / 5, rel=1e-6)
 
 
 def test_prices_sum_to_one_with_the_sizes():

@@ -1,4 +1,4 @@
-"""Launching kernels of the corpus in the interpreter, and comparing with marks: one flag for each element that should be touched."""
+"""Launching kernels of the corpus in the interpreter, and comparing with flags of the elements that should be touched."""
 
 from __future__ import annotations
 

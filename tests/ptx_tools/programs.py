@@ -718,8 +718,8 @@ class Writer:
     def statement(self, scope: Scope) -> None:
         rng = self.rng
         choices: list[tuple[float, Callable[[Scope], None]]] = [
-            (5, self.arithmetic), (3, self.predicate), (1, self.select), (5, self.global_access), (1, self.data), (1.5,
-            self.private),
+            (5, self.arithmetic), (3, self.predicate), (1, self.select), (5, self.global_access), (1, self.data),
+            (1.5, self.private),
             (0.7, self.call), (0.7, self.atomic), (0.6, self.spin),
         ]  # fmt: skip
         if scope.depth < 3:

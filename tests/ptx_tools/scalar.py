@@ -1,4 +1,4 @@
-"""PTX arithmetic on Python integers, written from the text of the PTX ISA and from nothing else: what `semantics.py` is held to."""
+"""PTX arithmetic on Python integers, written from the text of the PTX ISA and from nothing else: `semantics.py` is held to it."""
 
 from __future__ import annotations
 

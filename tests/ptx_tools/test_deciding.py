@@ -11,13 +11,13 @@ from tests.ptx_tools.corpus import static_files, triton_cases, triton_ptx
 from tests.ptx_tools.launching import probe
 
 # Reasons, as far as a verdict needs one:
-# - a spin lock only repeats accesses that have happened (k_atomics, cuda_atomic); an assert only stops the kernel
-#   (k_inductor_where)
+# - a spin lock only repeats accesses that have happened (k_atomics, cuda_atomic)
+# - an assert only stops the kernel (k_inductor_where)
 # - whoever comes last at the semaphore does the same work (k_splitk_semaphore): only what the counters start from decides
 # - k_scatter sends its values through the shared memory that its indices go through, which the taint does not tell apart
 # - converge: how often a loop runs depends on what it writes; grouped GEMM: pointers come from memory
-# - the warps of a specialised matmul are told what to do through shared memory, where tiles lie too (interpretation tells them
-#   apart)
+# - the warps of a specialised matmul are told what to do through shared memory, where tiles lie too: only interpretation tells
+#   them apart
 # - sw switches by a number, not by data; virt and fptr call through pointers; gridsync asks for the driver's own memory
 STATIC = {
     "b01": {"empty": "INDEPENDENT", "none": "INDEPENDENT"},
@@ -30,7 +30,7 @@ STATIC = {
     "b08": {"k": "INDEPENDENT"},
     "b09": {"k": "INDEPENDENT"},
     "b10": {"k": "INDEPENDENT"},
-    "b11": {"k": "GUARDED a"},
+    "b11": {"k": "DEPENDENT ld.global.u32"},
     "c01_vec": {"vec4": "INDEPENDENT", "grid_stride": "INDEPENDENT"},
     "c02_calls": {"calls": "INDEPENDENT", "fptr": "UNKNOWN an indirect call", "virt": "UNKNOWN an indirect call"},
     "c03_switch": {"sw": "INDEPENDENT"},
@@ -157,15 +157,16 @@ GUARDED_BY_P = {
     + "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd8, {%r3, %r2}], [bar];",
     "stride of a matrix": LOAD + "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r4,%r5,%r6,%r7,%r8,%r10,%r11,%r12},"
     "[%rd2], %r3;",
-    "tensor map in global memory": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd1,"
-    "{0, %r2}], [bar];",
+    "tensor map in global memory": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm],"
+    "[%rd1, {0, %r2}], [bar];",
     "field of a tensor map": "tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%r9], 1, %r3;".join((LOAD, ""))
     + "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd2], [%r9], 128;"
     "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd2, {0, %r2}], [bar];",
     "spin whose access moves": "L:" + LOAD + "add.u64 %rd4, %rd4, 4; setp.ne.u32 %p1, %r3, 0; @%p1 bra L;",
     "spin with an access behind its exit": "L:" + LOAD + "setp.ne.u32 %p1, %r3, 0; @%p1 bra D; st.global.u32 [%rd5], 1;"
     "bra L; D:",
-    "count of a loop used after it": "mov.u32 %r4, 0; L:" + LOAD + "add.u32 %r4, %r4, 1; setp.ne.u32 %p1, %r3, 0; @%p1 bra L;" + STORE,
+    "count of a loop used after it": "mov.u32 %r4, 0; L:" + LOAD + "add.u32 %r4, %r4, 1; setp.ne.u32 %p1, %r3, 0;"
+    "@%p1 bra L;" + STORE,
     "float comparison": "ld.global.f32 %f1, [%rd4]; setp.gt.f32 %p1, %f1, 0f00000000; @%p1 st.global.u32 [%rd5], 1;",
 }  # fmt: skip
 
@@ -233,8 +234,8 @@ INDEPENDENT = {
     "data in a register of its own scope": LOAD + "{ .reg .b32 %r4; mov.u32 %r4, %r3; } mov.u32 %r4, %r2;" + STORE,
     "a size from an argument": "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [sm], [%rd2], %r1, [bar];",
     "a vote about no data": "setp.lt.u32 %p1, %r2, %r1; vote.sync.any.pred %p2, %p1, -1; @%p2 st.global.u32 [%rd5], 1;",
-    "a tensor map among the parameters": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [sm],"
-    "[%rd8, {0, %r2}], [bar];",
+    "a tensor map among the parameters": "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes"
+    " [sm], [%rd8, {0, %r2}], [bar];",
     "waiting for a barrier": "L: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0; @!%p1 bra L; st.global.u32 [%rd5], 1;",
 }  # fmt: skip
 

@@ -165,6 +165,7 @@ def test_accesses_fall_into_buffers(found, largest):
     """Aligned or not, over an edge, in two buffers that overlap, in none; as flags or as sorted addresses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(footprints, "LARGEST_MAP", largest)
+        patch.setattr(footprints, "SCANNED", 7)
         recorder = Recorder(BUFFERS)
         expected: dict[bool, set[int]] = {False: set(), True: set()}
         for write, width, addresses, as_spans in found:
@@ -220,8 +221,8 @@ def sample() -> Footprint:
         return BufferFootprint(name, 64, 100, Intervals.of(reads), Intervals.of(writes))
 
     return Footprint(
-        "k", (part("x", [(0, 100)], []), part("y", [(0, 4), (16, 20), (32, 36)], [(1, 3), (7, 9), (11, 12)]), part("z", [(5,
-        9)], [])),
+        "k", (part("x", [(0, 100)], []), part("y", [(0, 4), (16, 20), (32, 36)], [(1, 3), (7, 9), (11, 12)]),
+         part("z", [(5, 9)], [])),
         Intervals.of([(7, 9)]), Intervals.of([]), ("x",),
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ def test_layernorm(case, n, stride, grid):
     matches(
         found, "k_layernorm",
         {0: (rows, None, 2), 1: (None, rows, 2), 2: (every(n), None, 4), 3: (every(n), None, 4), 4: (None, every(grid), 4),
-        5: (None, every(grid), 4)},
+         5: (None, every(grid), 4)},
     )  # fmt: skip
 
 
@@ -129,8 +129,8 @@ def test_atomics(case, n):
     touched, sums = np.arange(1024) < n, np.arange(128) < n
     matches(
         found, "k_atomics",
-        {0: (touched, None, 4), 1: (sums, sums, 4), 2: (every(2), every(2), 4), 3: (every(1), every(1), 4), 4: (touched,
-        touched, 2)},
+        {0: (touched, None, 4), 1: (sums, sums, 4), 2: (every(2), every(2), 4), 3: (every(1), every(1), 4),
+         4: (touched, touched, 2)},
     )  # fmt: skip
 
 
@@ -319,8 +319,8 @@ def test_buffers_that_are_not_aligned(shift):
 
 
 @pytest.mark.parametrize("sm", GENERATIONS)
-@pytest.mark.parametrize(("shape", "grid", "block"), [((33, 17, 5), (3, 3), (16, 8)), ((9, 9, 3), (1, 1), (9, 9)), ((2, 9, 9),
-1, (8, 8)),
+@pytest.mark.parametrize(("shape", "grid", "block"), [((33, 17, 5), (3, 3), (16, 8)), ((9, 9, 3), (1, 1), (9, 9)),
+                                                       ((2, 9, 9), 1, (8, 8)),
                                                        ((40, 30, 4), (2, 2), (13, 7))])  # fmt: skip
 def test_stencil(sm, shape, grid, block):
     nx, ny, nz = shape
@@ -429,7 +429,7 @@ def test_bulk1d(sm, n, grid):
 
 @pytest.mark.parametrize("sm", GENERATIONS[1:])
 def test_generic_addresses_in_another_block_of_the_cluster_are_not_followed(sm):
-    with pytest.raises(NotDerivable, match="ld.u32: its address depends on data"):
+    with pytest.raises(NotDerivable, match=r"ld\.u32: its address depends on data"):
         cuda(f"cuda/c07_tma.{sm}.ptx", "clus", 2, 64, buffers(4 * 64, 4 * 128), cluster=2)
 
 
@@ -465,7 +465,7 @@ def test_atomics_of_every_type(sm):
     matches(
         found, "atoms",
         {0: (both, both | marks(200, 5), 4), 1: (marks(2, 1), every(2), 8), 2: (marks(64, t, 2), marks(64, t, 2), 4),
-        3: (every(1), every(1), 8),
+         3: (every(1), every(1), 8),
          4: (marks(64, t), marks(64, t), 4), 5: (marks(64, t), marks(64, t), 4), 6: (marks(64, t), marks(64, t), 2)},
     )  # fmt: skip
 
@@ -646,7 +646,7 @@ def test_contents_of_other_buffers_are_no_guards():
 @pytest.mark.parametrize(("path", "kernel", "block", "args", "why"), [
     ("cuda/c10_loops.sm_90a.ptx", "converge", 64, [Buffer(BASE[0], 400), 60, 0.5], "the branch depends on data"),
     ("cuda/c07_tma.sm_90a.ptx", "tma_ptr_global", 1024, [Buffer(BASE[0], 128), Buffer(BASE[1], 4096), 0],
-    "tensor map lies in memory"),
+     "tensor map lies in memory"),
     ("cuda/c08_tex.sm_80.ptx", "texk", 8, [1, 2, Buffer(BASE[0], 400), 8], "texture or surface"),
     ("cuda/c09_printf_assert.sm_80.ptx", "pr", 8, [Buffer(BASE[0], 400), 8], "depends on data"),
     ("cuda/c02_calls.sm_80.ptx", "virt", 8, [Buffer(BASE[0], 400), Buffer(BASE[1], 400), 8, 0], "an indirect call"),

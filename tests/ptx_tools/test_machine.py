@@ -503,7 +503,7 @@ def test_maps_that_the_kernel_builds():
 def test_maps_differ_from_block_to_block():
     """The width of the box is that of the block, whether it comes from a register or from a branch."""
     place = "mov.u32 %r3, %ctaid.x; mul.wide.u32 %rd10, %r3, 128; add.u64 %rd10, %rd1, %rd10; setp.eq.u32 %p1, %r3, 1;"
-    expected = {x for x in range(4)} | {64 + x for x in range(12)} | {128 + x for x in range(4)}
+    expected = set(range(4)) | {64 + x for x in range(12)} | {128 + x for x in range(4)}
     register = place + "selp.u32 %r5, 12, 4, %p1;" + build("%r5", "%rd10") + COPY.format("%rd10")
     assert written(register, grid=3) == expected
     replace = "tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [%r9], 0, 12;"

@@ -1,4 +1,4 @@
-"""Every arithmetic instruction against Python integers: operands come from a buffer, the result shows in the address of a store."""
+"""Every arithmetic instruction against Python integers: operands come from a buffer, the result shows where a store goes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ EDGES = {w: [0, 1, 2, 3, 7, TOP[w] - 1, TOP[w], TOP[w] + 1, 2 * TOP[w] - 1, 2 * 
 AMOUNTS = [0, 1, 5, 7, 8, 15, 16, 24, 28, 31, 32, 33, 63, 64, 65, 100, 255, 256, 260, 0x8000_0000, 0xFFFF_FFFF]
 FLOATS = {
     "f32": [0, 0x80000000, 0x3F800000, 0xBF800000, 0x3F000000, 0x3FC00000, 0xBFC00000, 0x40200000, 0x4F000000, 0xCF000000,
-    0x5F000000,
-            0xDF800000, 0x4B7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF,
-            0x437F8000],
+            0x5F000000, 0xDF800000, 0x4B7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x007FFFFF, 0x00800000,
+            0x7F7FFFFF, 0x437F8000],
     "f64": [0, 1 << 63, 0x3FF0 << 48, 0xBFF8 << 48, 0x3FE0 << 48, 0x4004 << 48, 0x41DFFFFFFFC00000, 0x41E0 << 48, 0xC1E0 << 48,
-    0x43E0 << 48,
-            0xC3E0 << 48, 0x43F0 << 48, 0x7FF0 << 48, 0xFFF0 << 48, 0x7FF8 << 48, 1, 0x3FEFFFFFFFFFFFFF, 0x4330 << 48,
-            0x47F0 << 48],
+            0x43E0 << 48, 0xC3E0 << 48, 0x43F0 << 48, 0x7FF0 << 48, 0xFFF0 << 48, 0x7FF8 << 48, 1, 0x3FEFFFFFFFFFFFFF,
+            0x4330 << 48, 0x47F0 << 48],
 }  # fmt: skip
 APART = 1 << 33
 
@@ -145,8 +143,8 @@ def test_multiply_and_add_of_24_bits(mnemonic):
 
 @pytest.mark.parametrize(
     "mnemonic",
-    [*(f"{op}.s{w}" for op in ("neg", "abs") for w in (16, 32, 64)), *(f"{op}.b{w}" for op in ("not", "cnot") for w in (16, 32,
-    64)),
+    [*(f"{op}.s{w}" for op in ("neg", "abs") for w in (16, 32, 64)), *(f"{op}.b{w}" for op in ("not", "cnot")
+       for w in (16, 32, 64)),
      "not.pred", "neg.f32", "abs.f32", "neg.ftz.f32", "abs.ftz.f32", "neg.f64", "abs.f64", *(f"mov.b{w}" for w in (16, 32, 64))],
 )  # fmt: skip
 def test_one_operand(mnemonic):
@@ -293,12 +291,12 @@ def test_conversions_that_are_not_modelled_are_unknown(mnemonic):
         ("add.sat.f32", ["f32", "f32"], "f32"), ("add.rz.f32", ["f32", "f32"], "f32"), ("fma.rn.f32", ["f32"] * 3, "f32"),
         ("ex2.approx.f32", ["f32"], "f32"), ("min.NaN.f32", ["f32", "f32"], "f32"), ("dp4a.u32.u32", ["u32"] * 3, "u32"),
         ("prmt.b32.f4e", ["b32"] * 3, "b32"), ("copysign.f32", ["f32", "f32"], "f32"), ("sub.rp.f64", ["f64", "f64"], "f64"),
-        ("mul.ftz.sat.f32", ["f32", "f32"], "f32"), ("div.approx.f32", ["f32", "f32"], "f32"), ("max.s16x2", ["b32", "b32"],
-        "b32"),
-        ("neg.f16", ["b16"], "b16"), ("abs.bf16", ["b16"], "b16"), ("add.f16", ["b16", "b16"], "b16"), ("min.relu.s32",
-        ["s32"] * 2, "s32"),
-        ("max.xorsign.abs.f32", ["f32", "f32"], "f32"), ("min.f32", ["f32", "f32", "f32"], "f32"), ("add.u16x2", ["b32", "b32"],
-        "b32"),
+        ("mul.ftz.sat.f32", ["f32", "f32"], "f32"), ("div.approx.f32", ["f32", "f32"], "f32"),
+        ("max.s16x2", ["b32", "b32"], "b32"),
+        ("neg.f16", ["b16"], "b16"), ("abs.bf16", ["b16"], "b16"), ("add.f16", ["b16", "b16"], "b16"),
+        ("min.relu.s32", ["s32"] * 2, "s32"),
+        ("max.xorsign.abs.f32", ["f32", "f32"], "f32"), ("min.f32", ["f32", "f32", "f32"], "f32"),
+        ("add.u16x2", ["b32", "b32"], "b32"),
         ("vadd.u32.u32.u32", ["u32", "u32"], "u32"), ("fns.b32", ["b32"] * 3, "b32"), ("mul.lo.sat.s32", ["s32"] * 2, "s32"),
         ("div.full.f32", ["f32", "f32"], "f32"), ("abs.ftz.f16x2", ["b32"], "b32"), ("tanh.approx.f32", ["f32"], "f32"),
         ("cvt.pack.sat.u8.s32.b32", ["s32", "s32", "b32"], "u32"), ("cvt.rna.tf32.f32", ["f32"], "b32"),
@@ -355,8 +353,8 @@ def test_registers_are_packed_and_unpacked():
 def test_float_constants_keep_their_bits():
     """A NaN has a payload, and a decimal constant is what its type makes of it."""
     for text, width, bits in (
-        ("0f7FFFFFFF", 32, 0x7FFFFFFF), ("0fFFC00001", 32, 0xFFC00001), ("0f3F800000", 32, 0x3F800000), ("0d7FF8000000000123",
-        64, 0x7FF8000000000123),
+        ("0f7FFFFFFF", 32, 0x7FFFFFFF), ("0fFFC00001", 32, 0xFFC00001), ("0f3F800000", 32, 0x3F800000),
+        ("0d7FF8000000000123", 64, 0x7FF8000000000123),
     ):  # fmt: skip
         register = f"b{width}"
         assert interpret(f"mov.{register}", [register], [register], [[0]], f"mov.{register} a0, {text};") == [[bits]]
