@@ -105,6 +105,14 @@ def _of_blocks(identity: set[str]) -> set[str]:
     return {name for name in identity if name.startswith(("%ctaid", "%cluster"))}
 
 
+def _same_for_a_warp(op: Op) -> bool:
+    """Whether what an op makes of the index of a thread is one value for the lanes of a warp: its upper bits, one lane's value."""
+    if op.opcode == "shr":
+        by = op.operands[2]
+        return isinstance(by, Constant) and by.value >= 5
+    return op.opcode == "shfl" and "idx" in op.modifiers and isinstance(op.operands[2], Constant)
+
+
 def _private(roots: set[Root]) -> set[Root]:
     """Those that are no memory of the user's. `(param)NAME` is the parameter's own bytes: a struct, or a tensor map."""
     return {root for root in roots if root[0] == "("}
@@ -176,6 +184,8 @@ class _Taint:
         for block in self.controls.get(op.block, ()):
             for reg in self.slice.uses[self.flow.blocks[block].ops[-1].index]:
                 identity |= self.identity.get(reg, set()) | ({reg} if _is_index(reg) and reg not in self.flow.types else set())
+        if _same_for_a_warp(op):
+            identity = {f"warp of {name}" if name in _THREADS else name for name in identity}
         if op.opcode == "fresh":
             strange.add("malloc")
         if op.opcode in _STRANGE:
@@ -196,8 +206,7 @@ class _Taint:
                         identity |= _of_blocks(more_identity)
                         strange |= more_strange
                         roots |= more_roots
-                    spaces = set()
-                for space in spaces & {LOCAL, SHARED}:
+                for space in self._private_spaces(access) if op.index not in self.seen_by else ():
                     taint |= self.memory_taint[space]
                     roots |= self.memory_roots[space]
                     # All threads that read one place of shared memory see the same.
@@ -210,16 +219,24 @@ class _Taint:
             if not access.writes:
                 continue
             stored = self._stored_roots(op)
-            if self.stored.get(op.index) != (taint, identity, strange, stored):
-                self.stored[op.index] = (taint, identity, strange, stored)
+            kept = set() if op.opcode == "mbarrier" else strange  # a barrier's state is no data
+            if self.stored.get(op.index) != (taint, identity, kept, stored):
+                self.stored[op.index] = (taint, identity, kept, stored)
                 changed = True
-            for space in self._spaces(access) & {LOCAL, SHARED}:
+            for space in self._private_spaces(access):
                 changed |= _grow(self.memory_taint, space, taint) | _grow(self.memory_identity, space, identity)
-                changed |= _grow(self.memory_roots, space, stored) | _grow(self.memory_strange, space, strange)
+                changed |= _grow(self.memory_roots, space, stored) | _grow(self.memory_strange, space, kept)
         for reg in outs:
             changed |= _grow(self.taint, reg, taint) | _grow(self.identity, reg, identity)
             changed |= _grow(self.strange, reg, strange) | _grow(self.roots, reg, roots)
         return changed
+
+    def _private_spaces(self, access: isa.Access) -> set[Root]:
+        """Which of local and shared memory an access may go to."""
+        spaces = self._spaces(access)
+        if access.space == "generic" and (not spaces or spaces & NOWHERE):
+            return {LOCAL, SHARED}
+        return spaces & {LOCAL, SHARED}
 
     def _fixed(self, access: isa.Access) -> tuple[str, int] | None:
         """The variable and offset of an address that is one place of shared memory for all threads."""
@@ -412,6 +429,9 @@ class _Taint:
                         return Verdict(Kind.UNKNOWN, reason=f"{flow.where(op)}: {op.instruction.mnemonic} depends on {what}")
                 roots = self._spaces(access)
                 tainted = set().union(*(self.taint.get(reg, set()) for reg in registers))
+                lanes = {r for reg in access_registers(access) for r in self.identity.get(reg, set()) | {reg}} & _THREADS
+                if lanes and self._elected(op) and not (roots and roots == _private(roots) and access.record != "tensor"):
+                    return Verdict(Kind.UNKNOWN, reason=f"{flow.where(op)}: {op.instruction.mnemonic} depends on which lane is elected")
                 if access.record == "tensor":
                     of_params = {root.removeprefix(PARAM) for root in roots if root.startswith(PARAM)}
                     if roots and len(of_params) == len(roots):
@@ -535,6 +555,23 @@ class _Taint:
             taken, fallen = (self._reaches(start, op.block, stop) for start in (end.targets[0], block + 1))
             if taken != fallen and self._picks_first(end.predicate, taken != end.negated):
                 return True
+        return False
+
+    def _elected(self, op: Op) -> bool:
+        """Whether an election decides which lane runs an op."""
+        guards = {op.predicate} if op.predicate else set[str]()
+        for block in self.controls.get(op.block, ()):
+            guards |= self.slice.uses[self.flow.blocks[block].ops[-1].index]
+        seen: set[str] = set()
+        while guards:
+            guard = guards.pop()
+            if guard in seen:
+                continue
+            seen.add(guard)
+            for maker in self.slice.defs.get(guard, ()):
+                if maker.opcode == "elect":
+                    return True
+                guards |= self.slice.uses[maker.index]
         return False
 
     def _reaches(self, start: int, goal: int, stop: int) -> bool:

@@ -105,9 +105,20 @@ def footprint(
     if most is not None and math.prod(block_) > most:
         raise ValueError(f"{function.name} is compiled for at most {most} threads a block, not {math.prod(block_)}")
     flow = flatten(module, function.name)
-    machine = _Machine(slice_kernel(flow), grid_, block_, cluster_, args, shared_bytes, symbols or {}, extra or {})
-    with np.errstate(all="ignore"):
-        return machine.run()
+    sliced = slice_kernel(flow)
+
+    def run(elect_last: bool) -> Footprint:
+        machine = _Machine(sliced, grid_, block_, cluster_, args, shared_bytes, symbols or {}, extra or {})
+        machine.elect_last = elect_last
+        with np.errstate(all="ignore"):
+            return machine.run()
+
+    found = run(False)
+    elections = [op for op in flow.ops if op.opcode == "elect" and op.index in sliced.needed]
+    if elections and found != run(True):
+        where = flow.where(elections[0])
+        raise NotDerivable(f"{where}: {elections[0].instruction.mnemonic}: which lane is elected decides where it reads or writes")
+    return found
 
 
 def _dim3(what: str, value: Dim) -> tuple[int, int, int]:
@@ -144,6 +155,9 @@ def _most_threads(function: Any) -> int | None:
 
 
 class _Machine:
+    elect_last = False
+    """Which lane of a warp an election takes: PTX does not say, so what comes of both ends must be the same."""
+
     def __init__(
         self, sliced: Slice, grid: tuple[int, int, int], block: tuple[int, int, int], cluster: tuple[int, int, int],
         args: Sequence[Argument] | Mapping[str, Argument], shared_bytes: int, symbols: Mapping[str, bytes], extra: Mapping[str, Buffer],
@@ -419,13 +433,13 @@ class _Machine:
         if (self.full and mask is self.mask) or (name in self.local_registers and mask is self.mask):
             self.regs[name] = value
             return
-        old = self.regs.get(name)
-        if old is None:
-            if mask is self.mask:
-                self.regs[name] = value
-                return
-            old = UNKNOWN
-        self.regs[name] = blend(mask, value, old)
+        self.regs[name] = blend(mask, value, self.regs.get(name, UNKNOWN))
+
+    def settled(self, value: Value, mask: Array | None = None) -> Value:
+        """The plain array of a value that is known in all threads of the mask (those that run now)."""
+        if isinstance(value, Partial) and not (value.bad & (self.mask if mask is None else mask)).any():
+            return value.array
+        return value
 
     def decided(self, value: Value, mask: Array, op: Op, why: str) -> Array:
         """The array of a value that must be known in the threads of `mask`."""
@@ -614,6 +628,8 @@ class _Machine:
             inner = self._collective(op)
         elif op.opcode in ("and", "or", "xor", "not") and "pred" in op.modifiers:
             inner = self._predicate_logic(op)
+        elif op.opcode in ("bar", "barrier") and "warp" in op.modifiers:
+            return lambda: self.shared.together(self.mask) if self.shared is not None else None
         elif op.opcode in ("bra", "brx", "ret", "exit", "trap") or (op.opcode in ("bar", "barrier") and "red" not in op.modifiers):
             return lambda: None
         elif op.opcode == "tensormap":
@@ -663,7 +679,7 @@ class _Machine:
             self.maps.clear()
             self.built.clear()
         if self.shared is not None and any(a.writes and a.space in ("shared", "generic") for a in self.slice.accesses[op.index]):
-            self.shared.forget()
+            self.shared.forget(lambda why: self.refuse(op, why))
         for access in self.slice.accesses[op.index]:
             if access.writes and access.space in ("local", "param", "generic"):
                 self.memory = dict.fromkeys(self.memory, UNKNOWN)
@@ -1036,27 +1052,70 @@ class _Machine:
             return self._store_mark(op, table[0])
         targets = [(a, self._address(a.address, a.space)) for a in table if a.writes and a.space in ("shared", "generic") and a.address]
         names = op_defs(op, set())
+        sizes = {id(a): self._filled_bytes(op, a) for a, _ in targets}
+        asynchronous = op.opcode == "cp" or "async" in op.modifiers
+        everywhere = "multicast::cluster" in op.modifiers
+        matrices = {"x2": 2, "x4": 4}.get(next((m for m in op.modifiers if m in ("x1", "x2", "x4")), ""), 1)
+
+        def refuse(why: str) -> NoReturn:
+            self.refuse(op, why)
 
         def forget() -> None:
             for access, get in targets:
                 if self.shared is None:
                     continue
-                address = get()
-                if isinstance(address, np.ndarray) and access.nbytes is not None:
-                    window = np.broadcast_to(address >> np.uint64(60), self.shape)[np.broadcast_to(self.mask, self.shape)]
+                address, nbytes = self.settled(get()), sizes[id(access)]()
+                mask = self.mask
+                if op.opcode == "stmatrix":  # rows of 16 bytes, 8 a matrix, each at the address of one lane
+                    if "m8n8" not in op.modifiers:
+                        nbytes = UNKNOWN
+                    mask = mask & (np.arange(self.threads)[None, :] % 32 < 8 * matrices)
+                if isinstance(address, np.ndarray) and isinstance(nbytes, np.ndarray) and mask.any():
+                    window = np.broadcast_to(address >> np.uint64(60), self.shape)[np.broadcast_to(mask, self.shape)]
                     if not (window == 1).any():
                         continue
-                    if op.opcode == "stmatrix" or not (window == 1).all():
-                        self.shared.forget()
+                    offset = (address & np.uint64(WINDOW - 1)).astype(np.int64)
+                    if not (window == 1).all() or (op.opcode in ("st", "red") and asynchronous):
+                        self.shared.forget(refuse)
+                    elif asynchronous:
+                        self.shared.fill(offset, nbytes, mask, refuse, everywhere)
                     else:
-                        offset = (address & np.uint64(WINDOW - 1)).astype(np.int64)
-                        self.shared.write(offset, access.nbytes, UNKNOWN, self.mask, lambda why: self.refuse(op, why))
-                else:
-                    self.shared.forget()
+                        self.shared.write(offset, int(nbytes.flat[0]), UNKNOWN, mask, refuse)
+                elif mask.any():
+                    self.shared.forget(refuse)
             for name in names:
                 self.store(name, UNKNOWN)
 
         return forget
+
+    def _filled_bytes(self, op: Op, access: isa.Access) -> Callable[[], Value]:
+        """How many bytes a write to shared memory covers at most."""
+        if access.nbytes is not None:
+            constant = np.full((1, 1), access.nbytes, np.int64)
+            return lambda: constant
+        if access.size is not None:
+            get = self.operand(access.size, "u32")
+
+            def size() -> Value:
+                value = self.settled(get())
+                return value.astype(np.int64) if isinstance(value, np.ndarray) else UNKNOWN
+
+            return size
+        source = next((a for a in self.slice.accesses[op.index] if a.record == "tensor" and a.address is not None), None)
+        if source is None or source.address is None:
+            return lambda: UNKNOWN
+        descriptor = self._address(source.address, "global")
+
+        def box() -> Value:
+            at = self.settled(descriptor())
+            if not isinstance(at, np.ndarray):
+                return UNKNOWN
+            chosen = np.unique(np.broadcast_to(at, self.shape)[np.broadcast_to(self.mask, self.shape)])
+            maps = [self.launch.maps.get(int(a) & (WINDOW - 1)) if int(a) >> 60 == 3 else None for a in chosen]
+            nbytes = [m.element_bytes * math.prod(m.box) for m in maps if m is not None]
+            return np.full((1, 1), max(nbytes), np.int64) if nbytes and len(nbytes) == len(maps) else UNKNOWN
+
+        return box
 
     def _store_mark(self, op: Op, access: isa.Access) -> Callable[[], None]:
         assert access.address is not None
@@ -1078,7 +1137,7 @@ class _Machine:
         get = self._address(access.address, access.space)
 
         def step() -> None:
-            address = get()
+            address = self.settled(get())
             if not isinstance(address, np.ndarray):
                 self._forget(op)
                 return
@@ -1137,6 +1196,8 @@ class _Machine:
         name, kind = targets[0]
 
         def step() -> None:
+            if self.shared is not None and "sync" in op.modifiers:
+                self.shared.together(self.mask)
             value, b, c = source(), offset(), clamp()
             if isinstance(value, Partial) and not (value.bad & self.mask).any():
                 value = value.array
@@ -1189,6 +1250,10 @@ class _Machine:
             chosen = ((member >> lane) & np.uint32(1)).astype(bool)
             low = member & (~member + np.uint32(1))
             first = np.bitwise_count(low - np.uint32(1)).astype(np.uint32)
+            if self.elect_last:
+                first = (np.frexp(member.astype(np.float64))[1] - 1).clip(0).astype(np.uint32)
+            if self.shared is not None:
+                self.shared.together(self.mask)
             for (name, kind), result in zip(targets, (first, (lane == first) & chosen), strict=False):
                 if name == "_":
                     continue
@@ -1222,6 +1287,8 @@ class _Machine:
         name, kind = targets[0]
 
         def step() -> None:
+            if self.shared is not None and "sync" in op.modifiers:
+                self.shared.together(self.mask)
             value = source()
             if isinstance(value, Partial) and not (value.bad & self.mask).any():
                 value = value.array
@@ -1458,12 +1525,20 @@ class _Machine:
         known = self.built.get(address)
         if known is not None:
             return known
-        for where, fields in reversed(self.maps):
-            hit = np.flatnonzero(where.reshape(-1) == address)
-            if len(hit):
-                self.built[address] = self._built_map(fields, int(hit[0]), where.shape, op)
-                return self.built[address]
-        self.refuse(op, "its tensor map lies in memory whose contents are not known")
+        found = None
+        for where, fields in self.maps:
+            hits = np.flatnonzero(where.reshape(-1) == address)
+            if len(hits) > 1 and all(not isinstance(v, np.ndarray) or v.shape[0] == 1 for v in fields.values()):
+                hits = hits[:1]  # the same for all blocks
+            for hit in hits:
+                other = self._built_map(fields, int(hit), where.shape, op)
+                if found is not None and other != found:
+                    self.refuse(op, "blocks disagree about its tensor map")
+                found = other
+        if found is None:
+            self.refuse(op, "its tensor map lies in memory whose contents are not known")
+        self.built[address] = found
+        return found
 
     # -- tensor maps that a kernel builds itself
 
@@ -1483,12 +1558,12 @@ class _Machine:
 
             def replace_field() -> None:
                 self.built.clear()
-                at = where()
+                at = self.settled(where())
                 if not isinstance(at, np.ndarray) or field_ is None:
                     self.maps.clear()
                     return
-                fields = self._map_fields(at)
                 mask = self._guarded(op, self.mask)
+                fields = self._map_fields(op, at, mask)
                 fields[key] = blend(mask.any(axis=1, keepdims=True), self._one_of(value(), mask), fields.get(key, UNKNOWN))
 
             return replace_field
@@ -1498,18 +1573,19 @@ class _Machine:
 
         def publish() -> None:
             self.built.clear()
-            at, origin = to(), from_()
+            at, origin = self.settled(to()), self.settled(from_())
             if not isinstance(at, np.ndarray) or not isinstance(origin, np.ndarray):
                 self.maps.clear()
                 return
-            fields = dict(self._map_fields(origin))
             mask = self._guarded(op, self.mask)
-            if at.shape[1] > 1:
-                rows = np.broadcast_to(mask, self.shape)
-                column = int(np.argmax(rows.any(axis=0)))
-                at = np.broadcast_to(at, self.shape)[:, column : column + 1]
-            self.maps = [(w, f) for w, f in self.maps if w.shape != at.shape or not (w == at).all()]
-            self.maps.append((at, fields))
+            fields = dict(self._map_fields(op, origin, mask))
+            one = self._one_of(at, mask)
+            if not isinstance(one, np.ndarray):
+                self.refuse(op, "threads publish several tensor maps at once")
+            rows = np.broadcast_to(mask, self.shape).any(axis=1, keepdims=True)
+            key = np.where(rows, one, NO_MAP)
+            self.maps = [(np.where(rows & (np.broadcast_to(w, key.shape) == key), NO_MAP, w), f) for w, f in self.maps]
+            self.maps.append((key, fields))
 
         return publish
 
@@ -1524,14 +1600,17 @@ class _Machine:
         bad = (rows & (whole != one)).any(axis=1, keepdims=True)
         return Partial(one, bad) if bad.any() else one
 
-    def _map_fields(self, at: Array) -> dict[str, Value]:
-        if at.shape[1] > 1:
-            at = np.broadcast_to(at, self.shape)[:, :1]
+    def _map_fields(self, op: Op, at: Array, mask: Array) -> dict[str, Value]:
+        """The fields of the map at one address a block, as the threads of the mask give it."""
+        one = self._one_of(at, mask)
+        if not isinstance(one, np.ndarray):
+            self.refuse(op, "threads build several tensor maps at once")
+        rows = np.broadcast_to(mask, self.shape).any(axis=1, keepdims=True)
         for where, fields in self.maps:
-            if where.shape == at.shape and (where == at).all():
+            if ((where == one) | ~rows).all():
                 return fields
         fields = {}
-        self.maps.append((at, fields))
+        self.maps.append((np.where(rows, one, NO_MAP), fields))
         return fields
 
     def _built_map(self, fields: dict[str, Value], index: int, shape: tuple[int, ...], op: Op) -> TensorMap:
@@ -1560,6 +1639,7 @@ class _Machine:
         )
 
 
+NO_MAP = np.uint64(2**64 - 1)
 _MAP_FIELDS = frozenset(
     {"global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype", "interleave_layout",
      "swizzle_mode", "fill_mode", "swizzle_atomicity"}

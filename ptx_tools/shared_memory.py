@@ -228,6 +228,7 @@ class SharedMemory:
     def reset(self, barrier: int, done: Array) -> None:
         everyone = done & ((self.expected[:, barrier] < 0) | (self.expected[:, barrier] >= self.threads))
         self.epoch[everyone & ~self.loose[:, barrier]] += 1
+        self.turn[everyone & ~self.loose[:, barrier]] += 1
         self.loose[done, barrier] = False
         self.arrived[done, barrier] = 0
         self.meeting[done, barrier] = 0

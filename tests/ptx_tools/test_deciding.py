@@ -249,6 +249,10 @@ DEPENDENT = {
     "result of an atomic": "atom.global.add.u32 %r4, [%rd1], 1;" + STORE,
     "result of an atomic in shared memory": "st.shared.u32 [sm], 0; bar.sync 0; atom.shared.add.u32 %r4, [sm], 1;" + STORE,
     "the kernel writes what it asks": LOAD + "mov.u32 %r4, %r3; st.global.u32 [%rd4], 7;" + STORE,
+    "shared memory, an address that was rounded": LOAD
+    + "cvt.u64.u32 %rd10, %r9; cvta.shared.u64 %rd10, %rd10; shr.u64 %rd10, %rd10, 4; shl.b64 %rd10, %rd10, 4;"
+    "st.u32 [%rd10], %r3;"
+    "bar.sync 0; ld.shared.u32 %r4, [sm];" + STORE,
     "a loaded pointer": "ld.global.u64 %rd10, [%rd1]; st.global.u32 [%rd10], 1;",
     "a write to who knows where": "mul.lo.u64 %rd10, %rd2, 2; st.global.u32 [%rd10], 0;" + LOAD + "mov.u32 %r4, %r3;" + STORE,
     "tensor memory": "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r2];" + STORE,

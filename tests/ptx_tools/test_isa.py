@@ -126,8 +126,8 @@ def test_every_memory_form_of_sm_100():
         "shared read bulk -, shared write bulk -"),
         ("cp.async.commit_group;", ""), ("cp.async.bulk.wait_group.read 0;", ""),
         ("cp.async.mbarrier.arrive.noinc.shared.b64 [p];", ""),
-        ("mbarrier.try_wait.parity.shared.b64 q, [p], 0;", ""), ("wgmma.fence.sync.aligned;", ""),
-        ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [p], 64;", ""),
+        ("mbarrier.try_wait.parity.shared.b64 q, [p], 0;", "shared write mark 8"), ("wgmma.fence.sync.aligned;", ""),
+        ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [p], 64;", "shared write mark 4"),
     ],
 )  # fmt: skip
 def test_other_forms(text, expected):

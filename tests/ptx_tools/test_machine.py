@@ -377,7 +377,7 @@ def test_a_guarded_call():
         ("setp.gt.u32 %p1, %r2, 27; vote.sync.ballot.b32 %r4, %p1, -1; shr.u32 %r4, %r4, 28;", {15}),
         ("setp.gt.u32 %p1, %r2, 27; vote.sync.all.pred %p2, !%p1, -1; selp.u32 %r4, 1, 2, %p2;", {2}),
         ("setp.gt.u32 %p1, %r2, 40; vote.sync.uni.pred %p2, %p1, -1; selp.u32 %r4, 1, 2, %p2;", {1}),
-        ("elect.sync %r4|%p1, 0xfffffff0; selp.u32 %r4, 100, %r4, %p1;", {100, 4}),
+        ("elect.sync _|%p1, 0xfffffff0; selp.u32 %r4, 100, 7, %p1;", {100, 7}),
         ("mov.u32 %r4, %lanemask_lt; popc.b32 %r4, %r4;", set(range(32))),
     ],
 )  # fmt: skip
