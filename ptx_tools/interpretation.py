@@ -1080,6 +1080,9 @@ class _Machine:
                     elif asynchronous:
                         self.shared.fill(offset, nbytes, mask, refuse, everywhere)
                     else:
+                        if op.opcode == "mbarrier" and offset.shape[1] == 1:  # often all threads; one stands for them
+                            whole = np.broadcast_to(mask, self.shape)
+                            mask = whole & (np.arange(self.threads) == np.argmax(whole, axis=1)[:, None])
                         self.shared.write(offset, int(nbytes.flat[0]), UNKNOWN, mask, refuse)
                 elif mask.any():
                     self.shared.forget(refuse)
