@@ -100,17 +100,20 @@ def census() -> list[dict[str, Any]]:
                     phases = plan.baselines.get("prefill-decode+replicas")
                     budget = same_budget(mix)
                     row = {
-                        "gbps": gbps, "us": latency, "overlap": overlap, "mix": weights, "ratio": replicas / plan.bottleneck_us,
-                        "bound": replicas / plan.bound_us, "single": replicas / plan.single_us,
+                        "gbps": gbps, "us": latency, "overlap": overlap, "mix": weights,
+                        "ratio": replicas / plan.bottleneck_us, "bound": replicas / plan.bound_us,
+                        "single": replicas / plan.single_us,
                         "phases_and_replicas": replicas / phases if phases else None,
-                        "two_a100": replicas / budget["all a100-80gb"], "two_l40s": replicas / budget["all l40s"], "seconds": seconds,
+                        "two_a100": replicas / budget["all a100-80gb"], "two_l40s": replicas / budget["all l40s"],
+                        "seconds": seconds,
                     }  # fmt: skip
                     rows.append(row)
                     name = " ".join(f"{w} x{n:g}" for w, n in weights.items())
                     shown = f"{row['phases_and_replicas']:.3f}" if phases else "-"
                     print(
                         f"{gbps:4} {latency:4}  {'overlapped' if overlap else 'serial':10}  {name:22} {row['ratio']:.3f}  "
-                        f"{row['bound']:.3f}  {row['single']:8.3f}  {shown:>12}  {row['two_a100']:6.3f}  {row['two_l40s']:6.3f}  {seconds:7.2f}"
+                        f"{row['bound']:.3f}  {row['single']:8.3f}  {shown:>12}  {row['two_a100']:6.3f}  {row['two_l40s']:6.3f}  "
+                        f"{seconds:7.2f}"
                     )
     return rows
 

@@ -1,7 +1,8 @@
 """How fast PTX is parsed, decided and interpreted, and what instrumenting costs: ``python -m benchmarks.ptx [--json FILE]``.
 
-Parsing: the bodies of the corpus again and again up to 10 MB. Interpreting: Triton kernels of the corpus at realistic sizes, beside the
-time that NumPy takes to do nothing but write the same footprint. Instrumenting: registers added, over all kernels of the corpus.
+Parsing: the bodies of the corpus again and again up to 10 MB. Interpreting: Triton kernels of the corpus at realistic sizes,
+beside the time that NumPy takes to do nothing but write the same footprint. Instrumenting: registers added, over all kernels of
+the corpus.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def parsing() -> dict[str, Any]:
     module = parse(whole, name="ten megabytes")
     seconds = time.perf_counter() - started
     print(
-        f"parse: {len(whole) / 1e6:.1f} MB, {len(module.kernels)} kernels in {seconds:.2f} s: {len(whole) / 1e6 / seconds:.2f} MB/s"
+        f"parse: {len(whole) / 1e6:.1f} MB, {len(module.kernels)} kernels in {seconds:.2f} s: "
+        f"{len(whole) / 1e6 / seconds:.2f} MB/s"
     )
     return {"megabytes": len(whole) / 1e6, "seconds": seconds}
 
@@ -95,8 +97,8 @@ def instrumenting() -> dict[str, Any]:
                 added.append(found.registers_after - found.registers)
                 spills += found.spills_after > found.spills
         print(
-            f"instrument {scheme}: {len(added)} kernels, {statistics.median(added):+.0f} registers (median), {max(added):+d} at most; "
-            f"{spills} spill more"
+            f"instrument {scheme}: {len(added)} kernels, {statistics.median(added):+.0f} registers (median), {max(added):+d} at "
+            f"most; {spills} spill more"
         )
         result[scheme] = {"kernels": len(added), "median": statistics.median(added), "most": max(added), "spilling": spills}
     return result

@@ -1,4 +1,7 @@
-"""PTX: parse, print, instrument, decide, interpret. A library in its own right; it needs NumPy and networkx, and nothing of torch."""
+"""PTX: parse, print, instrument, decide, interpret.
+
+A library in its own right; it needs NumPy and networkx, and nothing of torch.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .deciding import Kind, Verdict, verdict
-    from .footprints import Box, Footprint, Intervals
-    from .instrumentation import Instrumented, instrument
-    from .interpretation import NotDerivable, footprint
-    from .launch import Buffer, TensorMap
-    from .parsing import parse
-    from .printing import to_text
-    from .syntax import Module, PtxError
+    from .deciding import Kind as Kind
+    from .deciding import Verdict as Verdict
+    from .deciding import verdict as verdict
+    from .footprints import Box as Box
+    from .footprints import Footprint as Footprint
+    from .footprints import Intervals as Intervals
+    from .instrumentation import Instrumented as Instrumented
+    from .instrumentation import instrument as instrument
+    from .interpretation import NotDerivable as NotDerivable
+    from .interpretation import footprint as footprint
+    from .launch import Buffer as Buffer
+    from .launch import TensorMap as TensorMap
+    from .parsing import parse as parse
+    from .printing import to_text as to_text
+    from .syntax import Module as Module
+    from .syntax import PtxError as PtxError
 
 _HOMES = {
     "Box": "footprints",

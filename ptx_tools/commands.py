@@ -129,7 +129,8 @@ def _show(arguments: argparse.Namespace) -> int:
     kernels = [module.kernel(arguments.kernel)] if arguments.kernel else list(module.kernels.values())
     devices = [f for f in module.functions.values() if not f.entry and f.body is not None]
     console.print(
-        f"{escape(str(arguments.file))}: PTX {version} for {module.target}, {_count(len(module.kernels), 'kernel')}, {_count(len(devices), 'device function')}"
+        f"{escape(str(arguments.file))}: PTX {version} for {module.target}, {_count(len(module.kernels), 'kernel')}, "
+        f"{_count(len(devices), 'device function')}"
     )
     for function in kernels + ([] if arguments.kernel else devices):
         console.print(f"\n[bold]{'kernel' if function.entry else 'function'} {escape(function.name)}[/bold]")
@@ -178,7 +179,7 @@ def _sites(module: Module, function: Function, everything: bool) -> list[tuple[s
 
     lines = source_lines(module, function)
     starts = [start for start, _ in lines]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for instruction in function.instructions():
         line = str(module.place(instruction.span[0])[0])
         at = bisect_right(starts, instruction.span[0]) - 1

@@ -1,20 +1,20 @@
 """Does where a kernel reads and writes depend on what it reads?
 
-Taint over the slice of `slicing.py`, without running anything. A value loaded from memory taints what is computed from it: through
-registers, guards, shared and local memory, parameters of calls. What is tainted matters where it reaches an address, a size, a
-guard of an access, or a branch that decides whether an access happens.
+Taint over the slice of `slicing.py`, without running anything. A value loaded from memory taints what is computed from it:
+through registers, guards, shared and local memory, parameters of calls. What is tainted matters where it reaches an address, a
+size, a guard of an access, or a branch that decides whether an access happens.
 
 - INDEPENDENT: nothing tainted matters. The footprint of a launch holds for every launch with the same arguments.
-- GUARDED(buffers): all that matters was loaded from these buffers, and the kernel itself leaves them alone: the footprint holds while
-  their contents do (and while no other argument overlaps them).
+- GUARDED(buffers): all that matters was loaded from these buffers, and the kernel itself leaves them alone: the footprint holds
+  while their contents do (and while no other argument overlaps them).
 - DEPENDENT(sites): it follows from data that no guard can pin down: the kernel writes it, or may, or a pointer was loaded.
 - UNKNOWN(reason): a call that cannot be followed, an instruction that is not in the table, an address from elsewhere.
 
-A semaphore is a guard too. Where a branch depends on what an atomic returned, and the accesses behind it are the same whichever of
-the contenders gets there, only the initial contents of the semaphore matter: the last block to arrive does the same work, whoever
-it is. That takes one atomic instruction that each contender executes once with the same operand, a condition that compares with
-nothing of the contender's own, and accesses whose addresses use no block index that the address of the atomic does not use. The
-contenders are blocks where one thread asks and tells the others through shared memory, else threads.
+A semaphore is a guard too. Where a branch depends on what an atomic returned, and the accesses behind it are the same whichever
+of the contenders gets there, only the initial contents of the semaphore matter: the last block to arrive does the same work,
+whoever it is. That takes one atomic instruction that each contender executes once with the same operand, a condition that
+compares with nothing of the contender's own, and accesses whose addresses use no block index that the address of the atomic does
+not use. The contenders are blocks where one thread asks and tells the others through shared memory, else threads.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind; buffers: parameters and module variables whose contents decide; sites: `file:line:column: mnemonic` of what they decide
-    about; reason: why it is unknown."""
+    """kind; buffers: parameters and module variables whose contents decide; sites: `file:line:column: mnemonic` of what they
+    decide about; reason: why it is unknown."""
 
     kind: Kind
     buffers: tuple[str, ...] = ()
@@ -61,8 +61,8 @@ class Verdict:
 
 
 def verdict(module: Module, kernel: str | None = None) -> Verdict:
-    """Decide for one kernel (the only one, where `kernel` is None). Raises PtxError where the module has no such kernel or is newer
-    than the table."""
+    """Decide for one kernel (the only one, where `kernel` is None). Raises PtxError where the module has no such kernel or is
+    newer than the table."""
     isa.check_version(module)
     name = module.kernel(kernel).name
     try:
@@ -80,7 +80,8 @@ Root = str
 
 LOCAL, SHARED, PARAM = "(local)", "(shared)", "(param)"
 LOADED, MANGLED = "?loaded", "?mangled"
-"""A pointer that was itself loaded; a pointer whose bits were taken apart (shifted right, cut into fields). Nobody knows where they go."""
+"""A pointer that was itself loaded; a pointer whose bits were taken apart (shifted right, cut into fields). Nobody knows where
+they go."""
 NOWHERE = frozenset({LOADED, MANGLED})
 
 
@@ -106,7 +107,8 @@ def _of_blocks(identity: set[str]) -> set[str]:
 
 
 def _same_for_a_warp(op: Op) -> bool:
-    """Whether what an op makes of the index of a thread is one value for the lanes of a warp: its upper bits, one lane's value."""
+    """Whether what an op makes of the index of a thread is one value for the lanes of a warp: its upper bits, one lane's
+    value."""
     if op.opcode == "shr":
         by = op.operands[2]
         return isinstance(by, Constant) and by.value >= 5
@@ -431,7 +433,9 @@ class _Taint:
                 tainted = set().union(*(self.taint.get(reg, set()) for reg in registers))
                 lanes = {r for reg in access_registers(access) for r in self.identity.get(reg, set()) | {reg}} & _THREADS
                 if lanes and self._elected(op) and not (roots and roots == _private(roots) and access.record != "tensor"):
-                    return Verdict(Kind.UNKNOWN, reason=f"{flow.where(op)}: {op.instruction.mnemonic} depends on which lane is elected")
+                    return Verdict(
+                        Kind.UNKNOWN, reason=f"{flow.where(op)}: {op.instruction.mnemonic} depends on which lane is elected"
+                    )
                 if access.record == "tensor":
                     of_params = {root.removeprefix(PARAM) for root in roots if root.startswith(PARAM)}
                     if roots and len(of_params) == len(roots):
@@ -503,7 +507,7 @@ class _Taint:
         if address is None or address.base is None:
             return False
         single = self._one_index(address.base)  # contenders for one semaphore must agree in all that the work behind it uses
-        if single is None or len(single) > 1 and not all(s in _THREADS for s in single):
+        if single is None or (len(single) > 1 and not all(s in _THREADS for s in single)):
             return False
         asked, condition = self._identity_of(source), set[str]()
         for reg in self.slice.uses[site.index]:
@@ -592,7 +596,12 @@ class _Taint:
             return False
         equal = "eq" if truth else "ne"
         zero = makers[0].operands[2]
-        return equal in makers[0].modifiers and isinstance(zero, Constant) and zero.value == 0 and self._is_first(makers[0].operands[1])
+        return (
+            equal in makers[0].modifiers
+            and isinstance(zero, Constant)
+            and zero.value == 0
+            and self._is_first(makers[0].operands[1])
+        )
 
     def _is_first(self, operand: Operand) -> bool:
         """Whether a value is computed from the indices of the thread alone, and is 0 in the first thread."""
@@ -615,8 +624,8 @@ class _Taint:
         return False
 
     def _one_index(self, operand: Operand, seen: frozenset[str] = frozenset()) -> set[str] | None:
-        """The indices of blocks and threads that a value is an injective function of, None where it may not be: it is one index, moved,
-        widened, added to something that has none, or multiplied by a constant that is not 0."""
+        """The indices of blocks and threads that a value is an injective function of, None where it may not be: it is one index,
+        moved, widened, added to something that has none, or multiplied by a constant that is not 0."""
         if isinstance(operand, Constant | Offset):
             return set()
         if not isinstance(operand, Name) or operand.text in seen:
@@ -641,7 +650,11 @@ class _Taint:
             found = [self._one_index(part, inner) for part in parts]
             with_index = [f for f in found if f is None or f]
             return set() if not with_index else with_index[0] if len(with_index) == 1 else None
-        if maker.opcode in ("mul", "shl") and isinstance(maker.operands[2], Constant) and (maker.opcode == "shl" or maker.operands[2].value):
+        if (
+            maker.opcode in ("mul", "shl")
+            and isinstance(maker.operands[2], Constant)
+            and (maker.opcode == "shl" or maker.operands[2].value)
+        ):
             return self._one_index(maker.operands[1], inner)
         return None
 

@@ -77,7 +77,8 @@ class BasicBlock:
 
 @dataclass
 class Flow:
-    """blocks[0] is the entry; `exit` is the index of a virtual block after all. `types` of registers; `variables` by unique name."""
+    """blocks[0] is the entry; `exit` is the index of a virtual block after all. `types` of registers; `variables` by unique
+    name."""
 
     module: Module
     kernel: Function
@@ -150,7 +151,8 @@ class _Builder:
     # -- one function body
 
     def body(
-        self, function: Function, prefix: str, bind: dict[str, str], after: str | None, stack: tuple[str, ...], base: dict[str, str] | None = None
+        self, function: Function, prefix: str, bind: dict[str, str], after: str | None, stack: tuple[str, ...],
+        base: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         scope = dict(base or {})
         for variable in (function.params or ()) + (function.returns or ()):
@@ -209,7 +211,8 @@ class _Builder:
                 self.instruction(item, scope, labels, prefix, after, stack)
 
     def instruction(
-        self, item: Instruction, scope: dict[str, str], labels: dict[str, str], prefix: str, after: str | None, stack: tuple[str, ...]
+        self, item: Instruction, scope: dict[str, str], labels: dict[str, str], prefix: str, after: str | None,
+        stack: tuple[str, ...],
     ) -> None:  # fmt: skip
         if len(self.stream) > MOST_INSTRUCTIONS:
             raise CannotFollow(f"{self.where(item)}: following the calls makes more than {MOST_INSTRUCTIONS} instructions")
@@ -239,7 +242,8 @@ class _Builder:
         self.add(item.opcode, item.modifiers, operands, predicate, item.negated, item)
 
     def add(
-        self, opcode: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], predicate: str | None, negated: bool, source: Instruction
+        self, opcode: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], predicate: str | None, negated: bool,
+        source: Instruction,
     ) -> None:  # fmt: skip
         self.stream.append(Op(opcode, modifiers, operands, predicate, negated, source))
 
@@ -288,7 +292,11 @@ class _Builder:
 
     def call(self, item: Instruction, scope: dict[str, str], prefix: str, predicate: str | None, stack: tuple[str, ...]) -> None:
         operands = list(item.operands)
-        results = operands.pop(0).items if isinstance(operands[0], Group) else ()
+        first = operands[0]
+        results: tuple[Operand, ...] = ()
+        if isinstance(first, Group):
+            results = first.items
+            operands.pop(0)
         target = operands.pop(0)
         arguments = operands[0].items if operands and isinstance(operands[0], Group) else ()
         if not isinstance(target, Name) or target.text in scope or target.text not in self.functions:
@@ -300,8 +308,8 @@ class _Builder:
             if target.text in NEVER_RETURN:
                 self.add("trap", (), (), predicate, item.negated, item)
             elif target.text in FRESH_MEMORY:
-                resolved = tuple(self.resolve(result, scope, item) for result in results)
-                self.add("fresh", (), resolved, predicate, item.negated, item)
+                fresh = tuple(self.resolve(result, scope, item) for result in results)
+                self.add("fresh", (), fresh, predicate, item.negated, item)
             elif target.text not in NO_MEMORY:
                 raise CannotFollow(f"{self.where(item)}: {target.text} has no body in this module, so it cannot be followed")
             return
@@ -313,8 +321,8 @@ class _Builder:
         bind: dict[str, str] = {}
         if len(function.params or ()) != len(arguments) or len(function.returns or ()) != len(results):
             raise PtxError(
-                f"{self.where(item)}: expected {len(function.params or ())} arguments and {len(function.returns or ())} results for "
-                f"{function.name}, found {len(arguments)} and {len(results)}"
+                f"{self.where(item)}: expected {len(function.params or ())} arguments and {len(function.returns or ())} results "
+                f"for {function.name}, found {len(arguments)} and {len(results)}"
             )
         for formal, actual in zip((function.params or ()), arguments, strict=True):
             resolved = self.resolve(actual, scope, item)

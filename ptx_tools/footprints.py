@@ -24,7 +24,10 @@ class Intervals:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> Intervals:
-        """From (start, end) pairs in any order, overlapping or not; empty ones are dropped. Raises ValueError where end < start."""
+        """From (start, end) pairs in any order, overlapping or not; empty ones are dropped.
+
+        Raises ValueError where end < start.
+        """
         array = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
         return cls.merge(array[:, 0], array[:, 1])
 

@@ -2,9 +2,9 @@
 
 Only the slice of the kernel that feeds addresses, sizes, guards and branches is executed (`slicing.py`), for all threads of many
 blocks at once as NumPy arrays. A register is an array that broadcasts to (blocks, threads): what depends on the block alone is
-(B, 1), on the thread alone (1, T), on neither (1, 1), so most of the arithmetic is tiny. A value loaded from memory whose contents
-are not given is unknown; where an unknown value reaches an address, a size, a guard or a branch that matters, the launch has no
-footprint and NotDerivable says where.
+(B, 1), on the thread alone (1, T), on neither (1, 1), so most of the arithmetic is tiny. A value loaded from memory whose
+contents are not given is unknown; where an unknown value reaches an address, a size, a guard or a branch that matters, the launch
+has no footprint and NotDerivable says where.
 
 Threads that stand at different places are run lowest block first (loops before what follows them), so they meet again where
 their paths do. Barriers of the block order what passes through shared memory; what is handed over by other means (mbarriers,
@@ -60,8 +60,8 @@ class NotDerivable(PtxError):
 
 # What no argument decides: time, and where the hardware put a block. Their values are unknown.
 UNKNOWN_SPECIALS = (
-    "%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi", "%smid", "%nsmid", "%warpid", "%nwarpid",
-    "%gridid", "%pm", "%envreg", "%current_graph_exec",
+    "%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi", "%smid", "%nsmid", "%warpid",
+    "%nwarpid", "%gridid", "%pm", "%envreg", "%current_graph_exec",
 )  # fmt: skip
 
 
@@ -79,9 +79,10 @@ def footprint(
 ) -> Footprint:
     """The exact footprint of one launch.
 
-    grid, block, cluster: up to three numbers, x first. args: `Buffer(addr, nbytes)`, `TensorMap`, ints and floats by position or by
-    name; a struct is its bytes; None, and what is left out at the end, is not known. shared_bytes: dynamic shared memory.
-    symbols: contents of module variables, without which what is loaded from them is unknown. extra: named memory that is no argument.
+    grid, block, cluster: up to three numbers, x first. args: `Buffer(addr, nbytes)`, `TensorMap`, ints and floats by position or
+    by name; a struct is its bytes; None, and what is left out at the end, is not known. shared_bytes: dynamic shared memory.
+    symbols: contents of module variables, without which what is loaded from them is unknown. extra: named memory that is no
+    argument.
 
     Raises NotDerivable where the accesses depend on data, or on what is not modelled; PtxError and ValueError for bad input.
     """
@@ -117,12 +118,14 @@ def footprint(
     elections = [op for op in flow.ops if op.opcode == "elect" and op.index in sliced.needed]
     if elections and found != run(True):
         where = flow.where(elections[0])
-        raise NotDerivable(f"{where}: {elections[0].instruction.mnemonic}: which lane is elected decides where it reads or writes")
+        raise NotDerivable(
+            f"{where}: {elections[0].instruction.mnemonic}: which lane is elected decides where it reads or writes"
+        )
     return found
 
 
 def _dim3(what: str, value: Dim) -> tuple[int, int, int]:
-    numbers = tuple(int(n) for n in ((value,) if isinstance(value, Integral) else value))
+    numbers = tuple(int(n) for n in ((value,) if isinstance(value, int | Integral) else value))
     if not 1 <= len(numbers) <= 3:
         raise ValueError(f"{what} {value} must have one to three numbers")
     x, y, z = (*numbers, 1, 1)[:3]
@@ -160,7 +163,8 @@ class _Machine:
 
     def __init__(
         self, sliced: Slice, grid: tuple[int, int, int], block: tuple[int, int, int], cluster: tuple[int, int, int],
-        args: Sequence[Argument] | Mapping[str, Argument], shared_bytes: int, symbols: Mapping[str, bytes], extra: Mapping[str, Buffer],
+        args: Sequence[Argument] | Mapping[str, Argument], shared_bytes: int, symbols: Mapping[str, bytes],
+        extra: Mapping[str, Buffer],
     ) -> None:  # fmt: skip
         self.slice, self.flow = sliced, sliced.flow
         self.grid, self.block, self.cluster = grid, block, cluster
@@ -263,7 +267,8 @@ class _Machine:
         for index, (name, _, _) in enumerate(self.targets):
             if name in self.guards and self.recorder.touched(index, True):
                 raise NotDerivable(
-                    f"{self.flow.module.name}:1:1: {self.flow.kernel.name} writes {name}, whose contents decide where it reads and writes"
+                    f"{self.flow.module.name}:1:1: {self.flow.kernel.name} writes {name}, whose contents decide where it reads "
+                    "and writes"
                 )
         return Footprint(self.flow.kernel.name, tuple(found), *outside, tuple(sorted(self.guards)))
 
@@ -516,7 +521,7 @@ class _Machine:
             return np.full((1, 1), value, target)
         if isinstance(value, float):
             bits = np.full((1, 1), value, np.float64 if dtype.itemsize == 8 else np.float32)
-            return bits.view(UNSIGNED[bits.dtype.itemsize]).astype(UNSIGNED[dtype.itemsize]).view(target)
+            return np.asarray(bits.view(UNSIGNED[bits.dtype.itemsize]).astype(UNSIGNED[dtype.itemsize]).view(target))
         wrapped = value & ((1 << 8 * dtype.itemsize) - 1)
         return np.full((1, 1), wrapped, UNSIGNED[dtype.itemsize]).view(target)
 
@@ -630,7 +635,9 @@ class _Machine:
             inner = self._predicate_logic(op)
         elif op.opcode in ("bar", "barrier") and "warp" in op.modifiers:
             return lambda: self.shared.together(self.mask) if self.shared is not None else None
-        elif op.opcode in ("bra", "brx", "ret", "exit", "trap") or (op.opcode in ("bar", "barrier") and "red" not in op.modifiers):
+        elif op.opcode in ("bra", "brx", "ret", "exit", "trap") or (
+            op.opcode in ("bar", "barrier") and "red" not in op.modifiers
+        ):
             return lambda: None
         elif op.opcode == "tensormap":
             inner = self._tensormap(op)
@@ -968,13 +975,14 @@ class _Machine:
         return step
 
     def _read_slot(self, space: str, offset: int, size: int) -> Value:
-        """Private memory is kept by exact offset and size; what was written in other pieces is unknown unless a piece contains it."""
+        """Private memory is kept by exact offset and size; what was written in other pieces is unknown unless a piece contains
+        it."""
         value = self.memory.get((space, offset, size))
         if value is not None:
             return value
         for (other, start, length), held in self.memory.items():
             if other == space and start <= offset and offset + size <= start + length and isinstance(held, np.ndarray):
-                return (held >> held.dtype.type(8 * (offset - start))).astype(UNSIGNED[size])
+                return np.asarray((held >> held.dtype.type(8 * (offset - start))).astype(UNSIGNED[size]))
         if size > 1:
             half = size // 2
             low, high = self._read_slot(space, offset, half), self._read_slot(space, offset + half, half)
@@ -1024,14 +1032,14 @@ class _Machine:
             at = int(offset[0, 0])
             if at < 0 or at + size > len(block) or not known[at : at + size].all():
                 return UNKNOWN
-            return block[at : at + size].copy().view(UNSIGNED[size]).reshape(1, 1)
+            return np.asarray(block[at : at + size].copy().view(UNSIGNED[size]).reshape(1, 1))
         inside = (offset >= 0) & (offset + size <= len(block))
         if not inside.all():
             return UNKNOWN
         index = offset[..., None] + np.arange(size)
         if not known[index].all():
             return UNKNOWN
-        return np.ascontiguousarray(block[index]).view(UNSIGNED[size])[..., 0]
+        return np.asarray(np.ascontiguousarray(block[index]).view(UNSIGNED[size])[..., 0])
 
     def _read_known(self, address: Array, size: int) -> Value:
         for start, data, name in self.known:
@@ -1050,7 +1058,9 @@ class _Machine:
         table = self.slice.accesses[op.index]
         if op.opcode == "st" and len(table) == 1 and table[0].record == "mark" and "async" not in op.modifiers:
             return self._store_mark(op, table[0])
-        targets = [(a, self._address(a.address, a.space)) for a in table if a.writes and a.space in ("shared", "generic") and a.address]
+        targets = [
+            (a, self._address(a.address, a.space)) for a in table if a.writes and a.space in ("shared", "generic") and a.address
+        ]
         names = op_defs(op, set())
         sizes = {id(a): self._filled_bytes(op, a) for a, _ in targets}
         asynchronous = op.opcode == "cp" or "async" in op.modifiers
@@ -1080,9 +1090,11 @@ class _Machine:
                     elif asynchronous:
                         self.shared.fill(offset, nbytes, mask, refuse, everywhere)
                     else:
-                        if op.opcode == "mbarrier" and offset.shape[1] == 1:  # often all threads; one stands for them
-                            whole = np.broadcast_to(mask, self.shape)
-                            mask = whole & (np.arange(self.threads) == np.argmax(whole, axis=1)[:, None])
+                        if op.opcode == "mbarrier":  # all threads of a block at one barrier: one stands for them
+                            whole, at = np.broadcast_to(mask, self.shape), np.broadcast_to(offset, self.shape)
+                            first = np.argmax(whole, axis=1)[:, None]
+                            if not (whole & (at != np.take_along_axis(at, first, axis=1))).any():
+                                mask = whole & (np.arange(self.threads) == first)
                         self.shared.write(offset, int(nbytes.flat[0]), UNKNOWN, mask, refuse)
                 elif mask.any():
                     self.shared.forget(refuse)
@@ -1347,11 +1359,11 @@ class _Machine:
             if mask.shape == array.shape:
                 return array[mask]
             if array.shape[0] == 1 and mask.shape[0] > 1:
-                mask = mask.any(axis=0, keepdims=True)
+                mask = np.asarray(mask.any(axis=0, keepdims=True))
             if array.shape[1] == 1 and mask.shape[1] > 1:
-                mask = mask.any(axis=1, keepdims=True)
+                mask = np.asarray(mask.any(axis=1, keepdims=True))
             shape = np.broadcast_shapes(array.shape, mask.shape)
-            return np.broadcast_to(array, shape)[np.broadcast_to(mask, shape)]
+            return np.asarray(np.broadcast_to(array, shape)[np.broadcast_to(mask, shape)])
 
         def outside(addresses: Array) -> Array:
             """Which of the addresses are global; a generic one may lie in another space, but none may lie nowhere."""
@@ -1567,11 +1579,13 @@ class _Machine:
                     return
                 mask = self._guarded(op, self.mask)
                 fields = self._map_fields(op, at, mask)
-                fields[key] = blend(mask.any(axis=1, keepdims=True), self._one_of(value(), mask), fields.get(key, UNKNOWN))
+                rows = np.asarray(mask.any(axis=1, keepdims=True))
+                fields[key] = blend(rows, self._one_of(value(), mask), fields.get(key, UNKNOWN))
 
             return replace_field
         target, source = op.operands[0], op.operands[1]
-        assert isinstance(target, Address) and isinstance(source, Address)
+        assert isinstance(target, Address)
+        assert isinstance(source, Address)
         to, from_ = self._address(target, "global"), self._address(source, "shared")
 
         def publish() -> None:

@@ -41,8 +41,13 @@ class UnknownOpcode(PtxError):
 
 
 def malformed(instruction: Instruction, where: str) -> PtxError:
-    """For an instruction that the table knows and that lacks an operand, a type or a modifier. ptxas refuses such a module too."""
-    return PtxError(f"{where}: expected the operands, type and modifiers that {instruction.opcode} takes, found {instruction.mnemonic}")
+    """For an instruction that the table knows and that lacks an operand, a type or a modifier.
+
+    ptxas refuses such a module too.
+    """
+    return PtxError(
+        f"{where}: expected the operands, type and modifiers that {instruction.opcode} takes, found {instruction.mnemonic}"
+    )
 
 
 WRITTEN_WRONG = (IndexError, KeyError, ValueError, AttributeError, StopIteration, AssertionError)
@@ -100,7 +105,39 @@ SHARED_READS = frozenset({"ldmatrix"})
 
 
 TARGETS = frozenset(
-    {10, 11, 12, 13, 20, 21, 30, 32, 35, 37, 50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
+    {
+        10,
+        11,
+        12,
+        13,
+        20,
+        21,
+        30,
+        32,
+        35,
+        37,
+        50,
+        52,
+        53,
+        60,
+        61,
+        62,
+        70,
+        72,
+        75,
+        80,
+        86,
+        87,
+        88,
+        89,
+        90,
+        100,
+        101,
+        103,
+        110,
+        120,
+        121,
+    }
 )
 """Architectures whose instructions the table covers."""
 
@@ -189,7 +226,7 @@ def _load(instruction: Instruction) -> tuple[Access, ...] | None:
 def _store(instruction: Instruction) -> tuple[Access, ...] | None:
     if "bulk" in instruction.modifiers:  # st.bulk fills shared memory with zeros
         address = _address(instruction, 0)
-        return address and (Access("shared", False, True, "bulk", address, size=instruction.operands[1]),)
+        return None if address is None else (Access("shared", False, True, "bulk", address, size=instruction.operands[1]),)
     if "async" in instruction.modifiers and _space(instruction.modifiers) == "generic":
         return None
     return _mark(instruction, 0, False, True)
@@ -314,7 +351,7 @@ def _wmma(instruction: Instruction) -> tuple[Access, ...] | None:
 def _shared_matrix(instruction: Instruction) -> tuple[Access, ...] | None:
     load = instruction.opcode == "ldmatrix"
     address = _address(instruction, 1 if load else 0)
-    return address and (Access("shared", load, not load, "mark", address, 16),)
+    return None if address is None else (Access("shared", load, not load, "mark", address, 16),)
 
 
 def _texture(instruction: Instruction) -> tuple[Access, ...] | None:
@@ -326,7 +363,7 @@ def _cluster_launch(instruction: Instruction) -> tuple[Access, ...] | None:
     if "query_cancel" in instruction.modifiers:
         return ()
     address = _address(instruction, 0)
-    return address and (Access("shared", False, True, "mark", address, 16),)
+    return None if address is None else (Access("shared", False, True, "mark", address, 16),)
 
 
 def _barrier(instruction: Instruction) -> tuple[Access, ...] | None:
@@ -344,7 +381,7 @@ def _tensor_core(instruction: Instruction) -> tuple[Access, ...] | None:
     if "alloc" not in instruction.modifiers:
         return ()
     address = _address(instruction, 0)
-    return address and (Access("shared", False, True, "mark", address, 4),)
+    return None if address is None else (Access("shared", False, True, "mark", address, 4),)
 
 
 _FAMILIES = {
@@ -402,7 +439,32 @@ def written_names(instruction: Instruction) -> tuple[Name, ...]:
 
 
 _NO_DESTINATION = frozenset(
-    ["st", "red", "bra", "brx", "ret", "exit", "trap", "brkpt", "membar", "fence", "prefetch", "prefetchu", "cp", "discard", "applypriority", "nanosleep", "pmevent", "call", "setmaxnreg", "griddepcontrol", "stackrestore", "stmatrix", "tensormap", "sust"]
+    [
+        "st",
+        "red",
+        "bra",
+        "brx",
+        "ret",
+        "exit",
+        "trap",
+        "brkpt",
+        "membar",
+        "fence",
+        "prefetch",
+        "prefetchu",
+        "cp",
+        "discard",
+        "applypriority",
+        "nanosleep",
+        "pmevent",
+        "call",
+        "setmaxnreg",
+        "griddepcontrol",
+        "stackrestore",
+        "stmatrix",
+        "tensormap",
+        "sust",
+    ]
 )
 
 

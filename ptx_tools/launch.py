@@ -69,8 +69,8 @@ class TensorMap:
         rank = len(self.shape)
         if not 1 <= rank <= 5 or len(self.strides) != rank - 1 or len(self.box) != rank:
             raise ValueError(
-                f"TensorMap: shape {self.shape} needs 1 to 5 dimensions, one stride fewer (got {self.strides}) and a box of the same "
-                f"rank (got {self.box})"
+                f"TensorMap: shape {self.shape} needs 1 to 5 dimensions, one stride fewer (got {self.strides}) and a box of the "
+                f"same rank (got {self.box})"
             )
         if self.element_strides is not None and len(self.element_strides) != rank:
             raise ValueError(f"TensorMap: element_strides {self.element_strides} must have {rank} entries")
@@ -161,8 +161,8 @@ def bind_arguments(
             value = float(value)
         if not isinstance(value, Buffer | int | float | bytes):
             raise ValueError(
-                f"{kernel}: parameter {param.name} got {type(value).__name__} {value!r}; it takes a Buffer, a TensorMap, a number, bytes, "
-                "or None where it is not known"
+                f"{kernel}: parameter {param.name} got {type(value).__name__} {value!r}; it takes a Buffer, a TensorMap, a "
+                "number, bytes, or None where it is not known"
             )
         raw = _encode(kernel, param, value)
         if isinstance(value, Buffer):

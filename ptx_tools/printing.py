@@ -108,7 +108,11 @@ def operand(item: Operand) -> str:
         case Not():
             return "!" + item.operand.text
         case Address():
-            inner = str(item.offset) if item.base is None else item.base.text + (f"+{item.offset}" if item.offset or item.written else "")
+            inner = (
+                str(item.offset)
+                if item.base is None
+                else item.base.text + (f"+{item.offset}" if item.offset or item.written else "")
+            )
             if item.sampler:
                 inner += ", " + item.sampler.text
             if item.coordinates:

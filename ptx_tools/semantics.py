@@ -85,8 +85,7 @@ def _binary(function: Callable[[Array, Array], Array]) -> Callable[[Op, set[str]
     def make(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
         kind = types[-1]
         if (
-            (_is_float(kind)
-            and not _exact_float(op, modifiers, kind))
+            (_is_float(kind) and not _exact_float(op, modifiers, kind))
             or numpy_type(kind) is None
             or modifiers & {"sat", "relu", "NaN"}
         ):
@@ -130,7 +129,7 @@ def _high(a: Array, b: Array) -> Array:
     size = a.dtype.itemsize
     if size < 8:
         wide = SIGNED[2 * size] if a.dtype.kind == "i" else UNSIGNED[2 * size]
-        return ((a.astype(wide) * b.astype(wide)) >> (8 * size)).astype(a.dtype)
+        return np.asarray(((a.astype(wide) * b.astype(wide)) >> (8 * size)).astype(a.dtype))
     signed = a.dtype.kind == "i"
     x, y = a.astype(np.uint64), b.astype(np.uint64)
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -140,14 +139,14 @@ def _high(a: Array, b: Array) -> Array:
     high = x1 * y1 + (middle >> shift) + (other >> shift)
     if signed:
         high = high - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
-    return high.view(a.dtype) if high.dtype != a.dtype else high
+    return np.asarray(high.view(a.dtype) if high.dtype != a.dtype else high)
 
 
 def _product(a: Array, b: Array, modifiers: set[str]) -> Array:
     if "wide" in modifiers:
         size = a.dtype.itemsize * 2
         wide = SIGNED[size] if a.dtype.kind == "i" else UNSIGNED[size]
-        return a.astype(wide) * b.astype(wide)
+        return np.asarray(a.astype(wide) * b.astype(wide))
     if "hi" in modifiers:
         return _high(a, b)
     return a * b
@@ -202,16 +201,16 @@ def _divide(a: Array, b: Array) -> Array:
         return np.true_divide(a, b)
     safe = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
-        return a // safe
+        return np.asarray(a // safe)
     quotient = a // safe
-    return quotient + ((a % safe != 0) & ((a < 0) != (safe < 0))).astype(a.dtype)
+    return np.asarray(quotient + ((a % safe != 0) & ((a < 0) != (safe < 0))).astype(a.dtype))
 
 
 def _remainder(a: Array, b: Array) -> Array:
     safe = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
-        return a % safe
-    return a - _divide(a, safe) * safe
+        return np.asarray(a % safe)
+    return np.asarray(a - _divide(a, safe) * safe)
 
 
 def _div(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
@@ -460,17 +459,21 @@ def _setp(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     return Meaning(both, [kind, kind] + (["pred"] if join else []), ["pred", "pred"])
 
 
+def _either(condition: Array, yes: Array, no: Array) -> Array:
+    return np.where(condition, yes, no)
+
+
 def _selp(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
     kind = types[-1]
     if op.opcode == "slct":
         condition = types[-1]
         if condition == "f32":
             see = _flush if "ftz" in modifiers else np.asarray
-            return Meaning(lambda a, b, c: (np.where(see(c) >= 0, a, b),), [types[0], types[0], "f32"], [types[0]])
-        return Meaning(lambda a, b, c: (np.where(c >= 0, a, b),), [types[0], types[0], "s32"], [types[0]])
+            return Meaning(lambda a, b, c: (_either(see(c) >= 0, a, b),), [types[0], types[0], "f32"], [types[0]])
+        return Meaning(lambda a, b, c: (_either(c >= 0, a, b),), [types[0], types[0], "s32"], [types[0]])
     if numpy_type(kind) is None:
         return None
-    return Meaning(lambda a, b, c: (np.where(c, a, b),), [kind, kind, "pred"], [kind])
+    return Meaning(lambda a, b, c: (_either(c, a, b),), [kind, kind, "pred"], [kind])
 
 
 def _cvt(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
@@ -556,7 +559,8 @@ _MAKERS: dict[str, Callable[[Op, set[str], list[str]], Meaning | None]] = {
     "and": _bitwise(np.bitwise_and), "or": _bitwise(np.bitwise_or), "xor": _bitwise(np.bitwise_xor),
     "not": _unary, "cnot": _unary, "neg": _unary, "abs": _unary, "shl": _shift, "shr": _shift, "shf": _funnel,
     "bfe": _bfe, "bfi": _bfi, "prmt": _prmt, "lop3": _lop3, "popc": _count, "clz": _count, "brev": _count, "bfind": _count,
-    "sad": _sad, "setp": _setp, "set": _setp, "selp": _selp, "slct": _selp, "cvt": _cvt, "szext": _szext, "bmsk": _bmsk, "mov": _mov,
+    "sad": _sad, "setp": _setp, "set": _setp, "selp": _selp, "slct": _selp, "cvt": _cvt, "szext": _szext, "bmsk": _bmsk,
+    "mov": _mov,
 }  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 Each byte has a value or is unknown. Values pass from one warp to another only through a barrier: every warp carries a vector
 clock, a barrier merges the clocks of those who meet there, and a read of what another warp wrote without a barrier between is
-refused, as is a write over what another warp has read. Within a warp, values pass between lanes only through a barrier or an instruction
-in which the whole warp takes part (`bar.warp.sync`, shuffles, votes). What an asynchronous copy fills, and what other blocks of
-a cluster may have written, is unknown for good: their completion is told by other means than barriers.
+refused, as is a write over what another warp has read. Within a warp, values pass between lanes only through a barrier or an
+instruction in which the whole warp takes part (`bar.warp.sync`, shuffles, votes). What an asynchronous copy fills, and what other
+blocks of a cluster may have written, is unknown for good: their completion is told by other means than barriers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class SharedMemory:
         self.turn += whole.reshape(self.count, -1, 32).all(axis=2)
 
     def forget(self, refuse: Refuse) -> None:
-        """Something is written, nobody knows where or when: every value is unknown for good. Refuses where one was used already that the
-        write may have been meant for."""
+        """Something is written, nobody knows where or when: every value is unknown for good. Refuses where one was used already
+        that the write may have been meant for."""
         if ((self.reader != -1) & (self.read_epoch >= self.epoch[:, None])).any():
             refuse(HANDED)
         self.bad[:] = True
@@ -238,4 +238,4 @@ class SharedMemory:
         whole = np.broadcast_to(mask, self.shape)
         if pad:
             whole = np.concatenate((whole, np.zeros((self.count, pad), bool)), axis=1)
-        return whole.reshape(self.count, -1, 32).any(axis=2)
+        return np.asarray(whole.reshape(self.count, -1, 32).any(axis=2))

@@ -1,8 +1,8 @@
 """Which instructions of a kernel decide where it reads and writes.
 
 Every memory access that may leave the block needs its address, size and guard; what computes those is needed too, through
-registers, parameters of calls, shared and local memory. A conditional branch is needed where the blocks that it decides about hold
-anything needed. Two kinds of branch are not:
+registers, parameters of calls, shared and local memory. A conditional branch is needed where the blocks that it decides about
+hold anything needed. Two kinds of branch are not:
 
 - one whose region holds nothing needed (the slow path of a division, a wait for a barrier);
 - one that only repeats what has happened already: everything needed in its region was executed before the branch was reached and
@@ -26,7 +26,8 @@ Reg = str
 
 @dataclass
 class Slice:
-    """needed: indices of ops to execute. relevant: blocks whose final branch must be decided. shared/local: memory is modelled."""
+    """needed: indices of ops to execute. relevant: blocks whose final branch must be decided. shared/local: memory is
+    modelled."""
 
     flow: Flow
     needed: set[int]

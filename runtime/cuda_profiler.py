@@ -180,7 +180,7 @@ class _Timer:
                     return compiled.call(list(inputs))
 
                 count = 1
-            times = []
+            times: list[float] = []
             started = time.perf_counter()
             with torch.cuda.stream(stream):
                 run()

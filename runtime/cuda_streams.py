@@ -100,8 +100,8 @@ def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:
             needed = -(-count // _PIECE)
             if needed > len(free):
                 raise ClusterError(
-                    f"the slices of {device} need {sum(-(-n // _PIECE) for n in asked)} pieces of {_PIECE} multiprocessors; it has "
-                    f"{int(found)}"
+                    f"the slices of {device} need {sum(-(-n // _PIECE) for n in asked)} pieces of {_PIECE} multiprocessors; "
+                    f"it has {int(found)}"
                 )
             mine, free = free[:needed], free[needed:]
             (description,) = _check(driver.cuDevResourceGenerateDesc(mine, needed), "describing a slice")

@@ -81,10 +81,10 @@ class Arena:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor in its storage."""
     size = tensor.element_size()
-    low = tensor.storage_offset() * size
+    low = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return low, low
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(int((n - 1) * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return low, low + (last + 1) * size
 
 
@@ -208,7 +208,8 @@ def recording(
         outside=raw[flags_at : flags_at + len(made.sites)],
         events=raw[log_at : log_at + made.event_bytes(events)],
     )
-    record._footprint = read_maps(made, name_, control, recorded, arena.buffers, maps)
+    by_key: dict[str | int, TensorMap] = dict((maps or {}).items())
+    record._footprint = read_maps(made, name_, control, recorded, arena.buffers, by_key)
     loaded.unload()
 
 

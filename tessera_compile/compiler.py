@@ -302,8 +302,8 @@ def _check_devices(example_inputs: Sequence[Any], options: Options) -> None:
     if not on_gpu:
         if any(d != "cpu" for d in devices):
             raise LoweringError(
-                f"its inputs are on {', '.join(devices)}, and cluster {', '.join(cluster.names)} runs on CPU lanes; name the GPU in the "
-                "cluster, as cuda:0 or cuda:0/64sm,cuda:0/64sm"
+                f"its inputs are on {', '.join(devices)}, and cluster {', '.join(cluster.names)} runs on CPU lanes; name the GPU "
+                "in the cluster, as cuda:0 or cuda:0/64sm,cuda:0/64sm"
             )
         return
     if len(on_gpu) < len(cluster.devices):

@@ -81,7 +81,8 @@ class CompiledGraph:
         for observe in tuple(OBSERVERS):
             observe(self, args)
         try:
-            return executor(args)
+            results: list[Any] = executor(args)
+            return results
         except Exception:
             if fresh:  # Planned on the tensors of a call that fails: the next one plans again.
                 self.executor = self.report = None

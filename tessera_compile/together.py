@@ -49,8 +49,9 @@ class Change:
 
     def __str__(self) -> str:
         return (
-            f"{self.phase} (graph {self.graph}): {self.moved} of {self.kernels} kernels move, {self.new_segments} of {self.segments} "
-            f"segments are compiled anew, {format_bytes(self.copied_bytes)} of weights and state go to other devices"
+            f"{self.phase} (graph {self.graph}): {self.moved} of {self.kernels} kernels move, {self.new_segments} of "
+            f"{self.segments} segments are compiled anew, {format_bytes(self.copied_bytes)} of weights and state go to other "
+            "devices"
         )
 
 
@@ -115,8 +116,8 @@ class PlanTogether:
         calls = list(self._calls.values())
         if not calls:
             raise PlanError(
-                "nothing was called inside plan_together: call the compiled model there, with two devices or more (one-device graphs are "
-                "Inductor's)"
+                "nothing was called inside plan_together: call the compiled model there, with two devices or more (one-device "
+                "graphs are Inductor's)"
             )
         unknown = sorted(set(self.uses) - {phase for _, phase, _, _ in calls})
         if unknown:

@@ -27,8 +27,8 @@ def llama() -> torch.nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
-        max_position_embeddings=1024,
+        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=1024,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().to(torch.bfloat16).cuda()
 
@@ -115,7 +115,7 @@ def crossings() -> dict[str, Any]:
                 options = {"cluster": SLICES, "planner": planner, "profile": "model", "codegen": "eager", "cuda_graphs": graphs}
                 compiled = torch.compile(chain, backend="tessera", options=options)
                 with torch.no_grad():
-                    us[name] = timed(lambda c=compiled: c(x))  # type: ignore[misc]
+                    us[name] = timed(lambda c=compiled, x=x: c(x))  # type: ignore[misc]
                     cut = max(1, sum(g.plan.cut_values for g in report(compiled).graphs))
                 if name == "apart":
                     count = cut

@@ -19,7 +19,8 @@ PARAMS = ".param .u64 A, .param .u64 B, .param .u32 n"
 
 
 def module(body: str, *, functions: str = "", tuning: str = "", target: str = "sm_90", params: str = PARAMS) -> Any:
-    text = f".version 8.7\n.target {target}\n.address_size 64\n{functions}\n.visible .entry k({params}) {tuning}\n{{\n{HEAD}{body}\n}}\n"
+    head = f".version 8.7\n.target {target}\n.address_size 64\n{functions}\n"
+    text = f"{head}.visible .entry k({params}) {tuning}\n{{\n{HEAD}{body}\n}}\n"
     return parse(text, name="probe.ptx")
 
 
@@ -116,7 +117,8 @@ def test_what_is_handed_over_by_mbarriers_is_refused(producer):
         "R: st.shared.u32 [%r29],5; barrier.cluster.arrive; barrier.cluster.wait; barrier.cluster.arrive; barrier.cluster.wait; "
         "ld.shared.u32 %r9,[%r29];" + OUT + "ret;",
         # a copy into it
-        "mov.u32 %r3,%cluster_ctarank; setp.eq.u32 %p0,%r3,1; @%p0 bra R; barrier.cluster.arrive; barrier.cluster.wait; mov.u16 %h,2; "
+        "mov.u32 %r3,%cluster_ctarank; setp.eq.u32 %p0,%r3,1; @%p0 bra R; barrier.cluster.arrive; barrier.cluster.wait; "
+        "mov.u16 %h,2; "
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r29],[%d0],64,[mb],%h; ret; "
         "R: st.shared.u32 [%r29],5; barrier.cluster.arrive; barrier.cluster.wait; ld.shared.u32 %r9,[%r29];" + OUT + "ret;",
     ],
@@ -171,7 +173,10 @@ def test_lanes_of_one_warp_at_different_places_have_no_order():
     )
     with pytest.raises(NotDerivable, match="with no barrier between the threads"):
         run(body, block=32)
-    race = "setp.eq.u32 %p0,%r1,0; @%p0 bra X; st.volatile.shared.u32 [%r29],7; bra Y; X: st.volatile.shared.u32 [%r29],5; Y: bar.sync 0;"
+    race = (
+        "setp.eq.u32 %p0,%r1,0; @%p0 bra X; st.volatile.shared.u32 [%r29],7; bra Y; "
+        "X: st.volatile.shared.u32 [%r29],5; Y: bar.sync 0;"
+    )
     with pytest.raises(NotDerivable):
         run(race + "ld.shared.u32 %r9,[%r29];" + OUT + "ret;", block=2)
 
@@ -224,9 +229,11 @@ def test_a_register_that_some_threads_never_set_is_unknown_in_them():
 @pytest.mark.parametrize(
     "text",
     [
-        "call.uni f;", "bra;", "mov %r9,%r1;" + OUT, "st.shared.u32 [%r29]; ld.shared.u32 %r9,[%r29];" + OUT, "isspacep %p0, %d0; @%p0 exit; st.u32 [%d0],1;",
+        "call.uni f;", "bra;", "mov %r9,%r1;" + OUT, "st.shared.u32 [%r29]; ld.shared.u32 %r9,[%r29];" + OUT,
+        "isspacep %p0, %d0; @%p0 exit; st.u32 [%d0],1;",
         "shfl.sync.idx.b32 %r9,%r1;" + OUT, "vote.sync.ballot.b32 %r9,%p0;" + OUT, "cvta.global.u64 %d5; st.global.u32 [%d5],1;",
-        "wmma.load.a.sync.aligned.row.f16 {%r2}, [%d0];", "cp.async.bulk.tensor.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r29], [%d0, {%r1}], [%r20];",
+        "wmma.load.a.sync.aligned.row.f16 {%r2}, [%d0];",
+        "cp.async.bulk.tensor.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r29], [%d0, {%r1}], [%r20];",
     ],
 )  # fmt: skip
 def test_instructions_that_lack_a_piece_are_one_located_error(text):

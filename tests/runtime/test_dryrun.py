@@ -103,9 +103,14 @@ def test_an_access_outside_of_the_arena_is_not_lost():
 def test_the_function_is_put_back_when_the_block_fails():
     kernel = PtxKernel((DATA / "cuda" / "c10_loops.sm_90a.ptx").read_text(), "transpose", threads=256)
     before = kernel.function
-    with pytest.raises(ZeroDivisionError), recording(kernel, Arena({"o": torch.zeros(4, device="cuda")})):
-        assert kernel.function != before
-        raise ZeroDivisionError
+
+    def fail():
+        with recording(kernel, Arena({"o": torch.zeros(4, device="cuda")})):
+            assert kernel.function != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert kernel.function == before
 
 

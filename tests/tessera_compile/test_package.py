@@ -49,7 +49,8 @@ def test_ptx_tools_work_without_torch():
         "text = '.version 8.4\\n.target sm_80\\n.address_size 64\\n.visible .entry k(.param .u64 p) { .reg .b64 %r; "
         "ld.param.u64 %r, [p]; st.global.u32 [%r], 1; ret; }'\n"
         "module = parse(text)\n"
-        "print(verdict(module), footprint(module, None, 1, 1, [Buffer(4096, 8)])['p'].writes.nbytes, len(instrument(module).sites))\n"
+        "found = footprint(module, None, 1, 1, [Buffer(4096, 8)])\n"
+        "print(verdict(module), found['p'].writes.nbytes, len(instrument(module).sites))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "INDEPENDENT 4 1\n", done.stderr
