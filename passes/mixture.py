@@ -206,6 +206,8 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
     bound = min(max(lower, 0.0), value)
     if value - bound <= max(gap, 1e-9) * value:
         status = "optimal within the gap"
+    if sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes > min((g.memory for g in mix.groups), default=0.0):
+        status += " (memory couples the plans, so the bound is a relaxation)"
     if time_limit <= 0:
         status = "heuristic: no time to solve"
     whole = whole_shares(mix, [pool[p] for p, _ in shares], [s for _, s in shares])

@@ -38,8 +38,9 @@ class Slice:
     defs: dict[Reg, list[Op]] = field(repr=False)
     uses: dict[int, frozenset[Reg]] = field(repr=False)
 
-    def is_barrier(self, op: Op) -> bool:
-        return is_barrier(op)
+
+FIXED = ("const",)
+"""Spaces whose contents do not change while a kernel runs."""
 
 
 def is_barrier(op: Op) -> bool:
@@ -226,7 +227,9 @@ def _repeats(
             elif len(makers) == 1:
                 op = makers[0]
                 changing = op.opcode in ("fresh", "elect", "activemask", "match", "vote", "shfl", "redux")
-                known[reg] = not table[op.index] and not changing and all(invariant(r) for r in uses[op.index])
+                known[reg] = (
+                    all(a.space in FIXED for a in table[op.index]) and not changing and all(invariant(r) for r in uses[op.index])
+                )
         return known[reg]
 
     for op in inside:
@@ -236,7 +239,7 @@ def _repeats(
             return False
         if op.index in needed and not all(invariant(reg) for reg in uses[op.index]):
             return False
-        if op.index in needed and any(a.reads for a in table[op.index]):
+        if op.index in needed and any(a.reads and a.space not in FIXED for a in table[op.index]):
             return False
         if op.index in outside:
             registers = {r for a in table[op.index] if a.outside for r in access_registers(a)}

@@ -309,6 +309,10 @@ def _check_devices(example_inputs: Sequence[Any], options: Options) -> None:
     if len(on_gpu) < len(cluster.devices):
         raise LoweringError(f"cluster {', '.join(cluster.names)} mixes CUDA devices with others")
     home = on_gpu[0].split("/")[0]
+    if any(name.split("/")[0] != home for name in on_gpu):
+        raise LoweringError(
+            f"cluster {', '.join(on_gpu)} has several GPUs: this version runs slices of one, such as {home}/48sm,{home}/64sm"
+        )
     if any(d != home for d in devices):
         raise LoweringError(f"its inputs are on {', '.join(devices)}, and the home of cluster {', '.join(on_gpu)} is {home}")
 

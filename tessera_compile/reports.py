@@ -12,6 +12,7 @@ import networkx as nx
 
 from .passes.cluster import Cluster
 from .passes.dependence import add_edge
+from .passes.errors import PlanError
 from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
 from .runtime.pacing import Emulation
 from .runtime.roofline import ceiling
@@ -42,6 +43,7 @@ class GraphReport:
         ]
         lines += [f"  {line}" for line in plan.to_text().splitlines()]
         lines.append(f"  {_verdict(plan)}")
+        lines += [f"  {line}" for line in self.simple_plans()]
         times = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self.seconds.items())
         lines.append(f"  seconds: {times}")
         how = sorted({t.source for row in self.profile.times.values() for t in row.values()})
@@ -95,6 +97,26 @@ class GraphReport:
             "cluster": json.loads(self.cluster.to_json()),
         }
 
+    def simple_plans(self) -> list[str]:
+        """Of a throughput plan: what simple plans, their mixtures with replicas and the best mixture reach; which is as good."""
+        if self.plan.objective != "throughput" or len(self.cluster.devices) < 2 or not self.kernels.kernels:
+            return []
+        from .passes.mix import mix_of_graphs
+        from .passes.mixture import best_mixture
+
+        mix = mix_of_graphs([(self.ddg, self.profile, 1.0)], self.cluster, overlap=self.plan.overlap)
+        try:
+            found = best_mixture(mix, time_limit=2.0)
+        except PlanError:
+            return []
+        plans = {**found.baselines, "mixture of plans": found.bottleneck_us}
+        shown = ", ".join(f"{name} {us:.1f} µs" for name, us in sorted(plans.items(), key=lambda item: item[1]))
+        lines = [f"per request, by plan: {shown}"]
+        best = min(found.baselines, key=lambda name: found.baselines[name], default="")
+        if best and found.baselines[best] <= min(self.plan.bottleneck_us, found.bottleneck_us) * 1.001:
+            lines.append(f"{best} is as good: take it")
+        return lines
+
     def ceilings(self) -> list[str]:
         """What any mix of kernels could gain at most on each pair of unlike data-sheet GPUs, by their figures alone."""
         types = list({d.type: d for d in self.cluster.devices if d.kind == "modelled"}.values())
@@ -107,9 +129,6 @@ class GraphReport:
 def _verdict(plan: Plan) -> str:
     """The plan against each device alone, on the plan's own objective."""
     what = "bottleneck" if plan.objective == "throughput" else "makespan"
-    if plan.objective == "throughput" and len(plan.baselines) == len(plan.devices) > 1 and all(plan.baselines.values()):
-        together = 1 / sum(1 / us for us in plan.baselines.values())
-        what = f"a replica on each device would serve a request every {together:.1f} µs (`tessera advise` mixes plans); {what}"
     alone = [f"{d} alone {us:.1f} µs ({us / plan.value_us:.3f}×)" for d, us in plan.baselines.items() if plan.value_us > 0]
     return f"{what} {plan.value_us:.1f} µs; " + ("; ".join(alone) if alone else "no device fits it alone")
 
