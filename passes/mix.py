@@ -21,7 +21,7 @@ import csv
 import itertools
 import math
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -392,8 +392,14 @@ def mix_of_graphs(
     overlap: bool = True,
     inflight: int = 1,
     alike: bool = True,
+    state_moves: bool = False,
 ) -> Mix:
-    """A mix of dependence graphs, each with its profile and weight.
+    """A mix of dependence graphs, each with its profile and weight, in the order in which a request goes through them.
+
+    state_moves: False, as a plain call has it: mutable state lives at home, is fetched and brought back in every use. True, as an
+    engine can have it: state of a storage stays where it is used, and what a kernel writes of it moves to the groups of other kernels
+    that touch it, in its own graph and in later ones (``ddg.graph["state_bytes"]``: value → bytes written in one use, all of it where
+    that does not say).
 
     Weights and state of one storage (``ddg.graph["storages"]``: value → storage) in several graphs are one resident: prefill and
     decode of a model share them. Raises PlanError for cyclic graphs and bad weights, ProfileError for missing times.
@@ -408,6 +414,7 @@ def mix_of_graphs(
     residents: dict[Hashable, tuple[str, int, list[int], bool]] = {}
     weights = {}
     activation = 0
+    shared: dict[Hashable, list[tuple[int, float, _StateUse]]] = {}
     cut_us = [0.0] * len(groups)
     for number, (ddg, profile, weight) in enumerate(parts):
         problem = make_problem(ddg, profile, cluster, inflight=inflight, overlap=overlap)
@@ -427,7 +434,16 @@ def mix_of_graphs(
         for kernel in graph.kernels:
             layers.append(_layer_of(kernel.module))
             blocks.append(_block_of(kernel.module))
+        kept = _state_uses(ddg, base) if state_moves else {}
+        for state, use in kept.items():
+            if state in ddg.graph.get("storages", {}):
+                shared.setdefault(ddg.graph["storages"][state], []).append((number, float(weight), use))
+            else:
+                shared[number, state] = [(number, float(weight), use)]
+        versions = {v for use in kept.values() for v in use.versions}
         for flow in problem.flows:
+            if flow.value in versions:
+                continue
             source = HOME if flow.source == HOME else base + flow.source
             unless = None if flow.unless is None else base + flow.unless
             readers = tuple(base + r for r in flow.readers)
@@ -437,8 +453,9 @@ def mix_of_graphs(
             key = ("storage", storages[resident]) if resident in storages else (number, resident)
             label, most, users, written = residents.get(key, (f"{name}/{resident}", 0, [], False))
             users.extend(base + r for r in touchers)
-            residents[key] = (label, max(most, nbytes), users, written or state)
+            residents[key] = (label, max(most, nbytes), users, (written or state) and not state_moves)
         activation = max(activation, problem.activation_bytes * inflight)
+    moves.extend(_state_moves(shared))
     made = Mix(
         tuple(kernels),
         tuple(names),
@@ -487,6 +504,41 @@ def mix_of_problem(problem: Problem, pins: Mapping[int, int] | None = None) -> M
         problem.activation_bytes * problem.inflight,
         dict(pins or {}),
     )
+
+
+@dataclass(frozen=True)
+class _StateUse:
+    """One state in one graph: its versions, the kernels that write it with the bytes they write, and all that touch it."""
+
+    versions: tuple[str, ...]
+    writers: tuple[tuple[int, int], ...]
+    touchers: tuple[int, ...]
+
+
+def _state_uses(ddg: nx.DiGraph, base: int) -> dict[str, _StateUse]:
+    graph = ddg.graph["kernels"]
+    written = ddg.graph.get("state_bytes", {})
+    position = {k.name: base + i for i, k in enumerate(graph.kernels)}
+    found = {}
+    for value in graph.values.values():
+        if value.origin != "state" or value.storage != value.name:
+            continue
+        versions = tuple(v.name for v in graph.values.values() if v.storage == value.name)
+        writers = [position[k.name] for k in graph.kernels if value.name in k.writes]
+        touchers = [position[k.name] for k in graph.kernels if set(versions) & {*k.inputs, *k.outputs} or value.name in k.writes]
+        nbytes = int(written.get(value.name, value.bytes))
+        found[value.name] = _StateUse(versions, tuple((k, nbytes) for k in writers), tuple(touchers))
+    return found
+
+
+def _state_moves(shared: Mapping[Hashable, Sequence[tuple[int, float, _StateUse]]]) -> Iterator[Move]:
+    """What each writer of a state sends to the others that touch it, in its graph and in later ones."""
+    for key, uses in shared.items():
+        for number, weight, use in uses:
+            for writer, nbytes in use.writers:
+                readers = tuple(k for other, _, later in uses if other >= number for k in later.touchers if k != writer)
+                if readers and nbytes:
+                    yield Move(f"state {key}", nbytes, writer, readers, count=weight)
 
 
 def _layer_of(module: str) -> int:

@@ -38,6 +38,7 @@ def plan_mix(
     pins: Mapping[str, str] | None = None,
     overlap: bool = True,
     inflight: int = 1,
+    state: str = "moves",
     time_limit: float = 60.0,
     gap: float = 5e-3,
 ) -> MixPlan:
@@ -49,6 +50,9 @@ def plan_mix(
         profiles: one for each part that is a plain graph, in order; by default ``ddg.graph["profile"]``.
         pins: glob over kernel names or module paths → device or group of identical devices.
         inflight: requests whose activations are in memory at once.
+        state: ``"moves"``: mutable state stays where it is used, and what is written of it moves to other kernels that touch it, from
+            earlier graphs to later ones at the phase boundary; ``"home"``: it is fetched from home and brought back in every use,
+            as plain calls do. See ``mix.py: mix_of_graphs`` for how graphs say which state they share.
         gap: relative gap to the certified bound at which to stop.
 
     Identical devices form one group whose members serve different requests; where memory forbids that, each is planned for alone.
@@ -57,6 +61,8 @@ def plan_mix(
         InfeasibleError: no plan fits into memory, for no batch size; it names what is biggest.
         PlanError, ProfileError: bad weights, missing or impossible times, cyclic graphs, pins that match nothing.
     """
+    if state not in ("moves", "home"):
+        raise PlanError(f"state {state!r} is neither 'moves' nor 'home'")
     if not (isinstance(time_limit, int | float) and time_limit >= 0):
         raise PlanError(f"time_limit {time_limit!r} must be seconds, 0 or more")
     plain = sum(not isinstance(part, Batches) for part, _ in parts)
@@ -83,7 +89,7 @@ def plan_mix(
         chosen = [(*options[b], weight / b) for options, b, (_, weight) in zip(phases, choice, parts, strict=True)]
         left = max(0.0, time_limit - (time.perf_counter() - started)) / (len(choices) - number)
         try:
-            plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap)
+            plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap, state == "moves")
         except InfeasibleError as error:
             refused = error
             continue
@@ -112,8 +118,11 @@ def _plan(
     inflight: int,
     time_limit: float,
     gap: float,
+    state_moves: bool,
 ) -> MixPlan:
-    grouped = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight), parts, pins, cluster)
+    grouped = pin(
+        mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, state_moves=state_moves), parts, pins, cluster
+    )
     apart_needed = any(g.size > 1 for g in grouped.groups) and _memory_binds(grouped)
     try:
         best = best_mixture(grouped, time_limit=time_limit, gap=gap)
@@ -123,7 +132,12 @@ def _plan(
         best = None
     if best is None or apart_needed:
         # Identical devices that share the weights of one request: each is a group of its own.
-        alone = pin(mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False), parts, pins, cluster)
+        alone = pin(
+            mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False, state_moves=state_moves),
+            parts,
+            pins,
+            cluster,
+        )
         try:
             apart = best_mixture(alone, time_limit=time_limit, gap=gap)
         except InfeasibleError:

@@ -142,7 +142,7 @@ class PlanTogether:
         inflight = max(graph.options.inflight for graph, _, _, _ in calls)
         pins = dict(calls[0][0].options.pins)
         self.plan = plan_mix(
-            parts, cluster, pins=pins, overlap=overlap, inflight=inflight, time_limit=self.time_limit, gap=self.gap
+            parts, cluster, pins=pins, overlap=overlap, inflight=inflight, state="home", time_limit=self.time_limit, gap=self.gap
         )  # fmt: skip
         followed = self.plan.plans[0].placement  # a plain call follows one plan: the one with the largest share
         members = {name: devices[0] for name, devices in self.plan.groups.items()}

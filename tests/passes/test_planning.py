@@ -12,6 +12,7 @@ from tessera_compile.passes import depend
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
 from tessera_compile.passes.ir import Profile
+from tessera_compile.passes.mix import mix_of_graphs, worth
 from tessera_compile.passes.planning import Batches, plan_mix
 from tests.graphs import cpus, synthetic
 
@@ -240,3 +241,34 @@ def test_module_paths_give_layers_and_blocks():
     plan = plan_mix([(changed, 1.0)], unlike(gb_per_s=100.0))
     assert {"layers", "attention-ffn", "attention-ffn+replicas"} <= set(plan.baselines)
     assert plan.baselines["attention-ffn"] < plan.baselines["layers"]
+
+
+def with_cache(name, rows, nbytes=None):
+    """k0 reads the cache s1 (500 bytes), k1 writes it; ``nbytes`` of it are written in one use."""
+    ddg = synthetic([(0, 1)], 2, writes_state={1: [0]}, reads_input=(), outputs=[])
+    ddg.graph.update(name=name, profile=profile_of(rows), storages={"s1": "cache"})
+    if nbytes is not None:
+        ddg.graph["state_bytes"] = {"s1": nbytes}
+    return ddg
+
+
+def test_state_moves_once_at_the_phase_boundary():
+    """Prefill is faster on d1, decode on d0. What prefill writes of the cache moves once a prefill: 1 µs + 400 bytes at 0.1 GB/s = 5 µs."""
+    prefill, decode = with_cache("prefill", [[900, 10], [900, 10]], nbytes=400), with_cache("decode", [[10, 900], [10, 900]])
+    cluster = unlike(gb_per_s=0.1)
+    mix = mix_of_graphs(
+        [(prefill, prefill.graph["profile"], 2.0), (decode, decode.graph["profile"], 3.0)], cluster, state_moves=True
+    )
+    moves = {(m.source, m.readers, m.bytes, m.count) for m in mix.moves if m.value.startswith("state")}
+    assert moves == {(1, (0, 2, 3), 400, 2.0), (3, (2,), 500, 3.0)}
+    split = worth(mix, [1, 1, 0, 0])
+    assert split.link[1, 0] == pytest.approx(2 * 5)  # nothing goes back: a new request starts with a fresh cache
+    assert split.link[0, 1] == 0
+    plan = plan_mix([(prefill, 2.0), (decode, 3.0)], cluster)
+    assert plan.single.placement == {"prefill/k0": "d1", "prefill/k1": "d1", "decode/k0": "d0", "decode/k1": "d0"}
+    assert plan.single_us == 60
+    # As plain calls have it, d1 would fetch the cache from home and bring it back in each use.
+    home = mix_of_graphs([(prefill, prefill.graph["profile"], 2.0), (decode, decode.graph["profile"], 3.0)], cluster)
+    assert worth(home, [1, 1, 0, 0]).link[1, 0] == pytest.approx(2 * 6)
+    with pytest.raises(PlanError, match="neither 'moves' nor 'home'"):
+        plan_mix([(prefill, 1.0)], cluster, state="away")
