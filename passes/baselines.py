@@ -3,7 +3,7 @@
 ====================  =====================================================================================================
 name                  placements
 ====================  =====================================================================================================
-single:GROUP          everything on one group
+single:GROUP          everything on one device of a group
 replicas              a mixture of the above: each group serves the share of requests that it can
 layers                contiguous stretches of layers, one for each group, in every order of (up to four) groups; every cut
 attention-ffn         blocks named attention on one group, ffn on another, the rest with either
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,8 +55,10 @@ class Baselines:
                     table[placement] = float(resources(mix, found).max(initial=0.0))
         result: dict[str, float] = {}
         singles = [p for p in self.kinds.get("single", ()) if p in table]
-        for placement in singles:
-            result[f"single:{mix.groups[placement[0]].name}"] = table[placement]
+        for placement in singles:  # one device of the group: it computes all, and its links are its own
+            group = mix.groups[placement[0]]
+            alone = replace(mix, groups=tuple(replace(g, members=g.members[:1]) for g in mix.groups))
+            result[f"single:{group.name}"] = float(resources(alone, worths[placement]).max(initial=0.0))
         if singles:
             result["replicas"] = mixed({p: worths[p] for p in singles})
         for kind, placements in self.kinds.items():
@@ -105,8 +107,35 @@ def _layers(mix: Mix) -> Iterator[Placement]:
         return
     orders = list(itertools.permutations(range(size))) if size <= 4 else [tuple(range(size)), tuple(reversed(range(size)))]
     for order in orders:
-        cuts = _balanced(mix, layers, depth, order)
-        yield tuple(order[int(np.searchsorted(cuts, d, side="right"))] for d in depth)
+        yield _shifted(mix, _balanced(mix, layers, depth, order), depth, order, len(layers))
+
+
+def _shifted(mix: Mix, cuts: np.ndarray, depth: list[int], order: tuple[int, ...], layers: int) -> Placement:
+    """The split after moving cuts, one at a time, as long as that makes it fit, or faster with its transfers."""
+
+    def split(at: np.ndarray) -> Placement:
+        return tuple(order[int(np.searchsorted(at, d, side="right"))] for d in depth)
+
+    def score(at: np.ndarray) -> tuple[float, float]:
+        of = worth(mix, split(at))
+        over = sum(max(0.0, of.memory[g] - group.memory) for g, group in enumerate(mix.groups) if np.isfinite(group.memory))
+        busy = float(resources(mix, of).max(initial=0.0))
+        return over, busy if np.isfinite(busy) else np.inf
+
+    best, steps = score(cuts), [s for s in (8, 4, 2, 1) if s < layers] or [1]
+    improved = True
+    while improved:
+        improved = False
+        for i in range(len(cuts)):
+            for step in (sign * s for s in steps for sign in (-1, 1)):
+                trial = cuts.copy()
+                trial[i] += step
+                if not (np.diff(trial, prepend=0, append=layers) >= 0).all():
+                    continue
+                found = score(trial)
+                if found < best:
+                    cuts, best, improved = trial, found, True
+    return split(cuts)
 
 
 def _balanced(mix: Mix, layers: list[int], depth: list[int], order: tuple[int, ...]) -> np.ndarray:

@@ -367,10 +367,12 @@ def group_devices(cluster: Cluster, alike: bool = True) -> tuple[Group, ...]:
                 break
         else:
             groups.append([device.name])
-    made = []
+    made: list[Group] = []
     for members in groups:
         device = cluster[members[0]]
         name = device.type if len(members) > 1 else device.name
+        if any(g.name == name for g in made) or (len(members) > 1 and name in cluster.names):
+            name = "+".join(members)  # another group of the type, behind other links
         made.append(Group(name, tuple(members), device.memory or math.inf, device.price))
     return tuple(made)
 
@@ -396,10 +398,10 @@ def mix_of_graphs(
 ) -> Mix:
     """A mix of dependence graphs, each with its profile and weight, in the order in which a request goes through them.
 
-    state_moves: False, as a plain call has it: mutable state lives at home, is fetched and brought back in every use. True, as an
-    engine can have it: state of a storage stays where it is used, and what a kernel writes of it moves to the groups of other kernels
-    that touch it, in its own graph and in later ones (``ddg.graph["state_bytes"]``: value → bytes written in one use, all of it where
-    that does not say).
+    state_moves: False, as a plain call has it: mutable state lives at home, is fetched and brought back in every use. True, as
+    an engine can have it: state of a storage stays where it is used, and what a kernel writes of it moves to the groups of other
+    kernels that touch it, in its own graph and in later ones (``ddg.graph["state_bytes"]``: value → bytes written in one use,
+    all of it where that does not say).
 
     Weights and state of one storage (``ddg.graph["storages"]``: value → storage) in several graphs are one resident: prefill and
     decode of a model share them. Raises PlanError for cyclic graphs and bad weights, ProfileError for missing times.
@@ -415,6 +417,8 @@ def mix_of_graphs(
     weights = {}
     activation = 0
     shared: dict[Hashable, list[tuple[int, float, _StateUse]]] = {}
+    reads: list[tuple[int, float, Hashable, int, tuple[int, ...]]] = []
+    writes: dict[Hashable, float] = {}
     cut_us = [0.0] * len(groups)
     for number, (ddg, profile, weight) in enumerate(parts):
         problem = make_problem(ddg, profile, cluster, inflight=inflight, overlap=overlap)
@@ -449,12 +453,25 @@ def mix_of_graphs(
             readers = tuple(base + r for r in flow.readers)
             moves.append(Move(f"{name}/{flow.value}", flow.bytes, source, readers, flow.to_home, unless, float(weight)))
         storages = ddg.graph.get("storages", {})
-        for resident, nbytes, touchers, state in problem.residents:
-            key = ("storage", storages[resident]) if resident in storages else (number, resident)
-            label, most, users, written = residents.get(key, (f"{name}/{resident}", 0, [], False))
-            users.extend(base + r for r in touchers)
-            residents[key] = (label, max(most, nbytes), users, (written or state) and not state_moves)
+        for value in graph.values.values():  # state of another graph that this one only reads
+            if value.origin in ("weight", "constant") and value.name in storages:
+                users = tuple(base + i for i, k in enumerate(graph.kernels) if value.name in k.inputs)
+                reads.append((number, float(weight), storages[value.name], value.bytes, users))
+            elif value.origin == "state" and value.name in storages:
+                writes[storages[value.name]] = writes.get(storages[value.name], 0.0) + float(weight)
+        for resident, nbytes, touchers, mutable in problem.residents:
+            held = ("storage", storages[resident]) if resident in storages else (number, resident)
+            label, most, holders, written = residents.get(held, (f"{name}/{resident}", 0, [], False))
+            holders.extend(base + r for r in touchers)
+            residents[held] = (label, max(most, nbytes), holders, (written or mutable) and not state_moves)
         activation = max(activation, problem.activation_bytes * inflight)
+    for number, weight, key, nbytes, users in reads:
+        if not users or key not in writes:
+            continue
+        if state_moves:
+            shared[key].append((number, weight, _StateUse((), (), users)))
+        else:  # its replica is stale after each write
+            moves.append(Move(f"state {key}", nbytes, HOME, users, count=min(weight, writes[key])))
     moves.extend(_state_moves(shared))
     made = Mix(
         tuple(kernels),

@@ -39,6 +39,7 @@ def plan_mix(
     overlap: bool = True,
     inflight: int = 1,
     state: str = "moves",
+    alike: bool = True,
     time_limit: float = 60.0,
     gap: float = 5e-3,
 ) -> MixPlan:
@@ -50,9 +51,11 @@ def plan_mix(
         profiles: one for each part that is a plain graph, in order; by default ``ddg.graph["profile"]``.
         pins: glob over kernel names or module paths → device or group of identical devices.
         inflight: requests whose activations are in memory at once.
-        state: ``"moves"``: mutable state stays where it is used, and what is written of it moves to other kernels that touch it, from
-            earlier graphs to later ones at the phase boundary; ``"home"``: it is fetched from home and brought back in every use,
-            as plain calls do. See ``mix.py: mix_of_graphs`` for how graphs say which state they share.
+        state: ``"moves"``: mutable state stays where it is used; what is written of it moves to other kernels that touch it,
+            from earlier graphs to later ones at the phase boundary; ``"home"``: it is fetched from home and brought back in every
+            use, as plain calls do. See ``mix.py: mix_of_graphs`` for how graphs say which state they share.
+        alike: identical devices form one group, whose members serve different requests; False plans each for alone, as plain
+            calls need it, whose requests come one after the other.
         gap: relative gap to the certified bound at which to stop.
 
     Identical devices form one group whose members serve different requests; where memory forbids that, each is planned for alone.
@@ -89,7 +92,7 @@ def plan_mix(
         chosen = [(*options[b], weight / b) for options, b, (_, weight) in zip(phases, choice, parts, strict=True)]
         left = max(0.0, time_limit - (time.perf_counter() - started)) / (len(choices) - number)
         try:
-            plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap, state == "moves")
+            plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap, state == "moves", alike)
         except InfeasibleError as error:
             refused = error
             continue
@@ -100,7 +103,10 @@ def plan_mix(
     if best is None:
         assert refused is not None
         raise refused
-    return replace(best, seconds=time.perf_counter() - started, **_proven(best, min(bounds), gap))
+    best = replace(best, seconds=time.perf_counter() - started, **_proven(best, min(bounds), gap))
+    if len(choices) > 1:
+        best = replace(best, status=f"{best.status} (one batch size a phase; requests split over several are not considered)")
+    return best
 
 
 def _proven(plan: MixPlan, bound: float, gap: float) -> dict[str, Any]:
@@ -119,7 +125,13 @@ def _plan(
     time_limit: float,
     gap: float,
     state_moves: bool,
+    alike: bool = True,
 ) -> MixPlan:
+    shared = {m for g in group_devices(cluster) if g.size > 1 for m in g.members}
+    if not alike or any(device in shared for device in pins.values()):
+        # A pin to one of several identical devices sets it apart from them.
+        apart_only = mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False, state_moves=state_moves)
+        return best_mixture(pin(apart_only, parts, pins, cluster), time_limit=time_limit, gap=gap)
     grouped = pin(
         mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, state_moves=state_moves), parts, pins, cluster
     )

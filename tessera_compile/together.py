@@ -30,6 +30,7 @@ from .passes.cluster import Cluster
 from .passes.errors import OptionsError, PlanError
 from .passes.ir import format_bytes
 from .passes.mixture import MixPlan
+from .passes.partitioning import matching
 from .passes.planning import plan_mix
 from .pipeline import CompiledGraph
 
@@ -140,10 +141,22 @@ class PlanTogether:
                 seen[key] = max(nbytes, seen.get(key, 0))
         overlap = all(d.kind != "cpu" for d in cluster.devices)
         inflight = max(graph.options.inflight for graph, _, _, _ in calls)
-        pins = dict(calls[0][0].options.pins)
+        pins: dict[str, str] = {}
+        for graph, _, _, _ in calls:
+            for pattern, device in graph.options.pins:
+                if matching(graph.kernels, pattern) and pins.setdefault(pattern, device) != device:
+                    raise PlanError(f"pin {pattern!r} goes to {pins[pattern]!r} in one model and to {device!r} in another")
         self.plan = plan_mix(
-            parts, cluster, pins=pins, overlap=overlap, inflight=inflight, state="home", time_limit=self.time_limit, gap=self.gap
-        )  # fmt: skip
+            parts,
+            cluster,
+            pins=pins,
+            overlap=overlap,
+            inflight=inflight,
+            state="home",
+            alike=False,
+            time_limit=self.time_limit,
+            gap=self.gap,
+        )
         followed = self.plan.plans[0].placement  # a plain call follows one plan: the one with the largest share
         members = {name: devices[0] for name, devices in self.plan.groups.items()}
         changes = []
@@ -176,7 +189,10 @@ class PlanTogether:
             return "plan_together: nothing planned yet"
         lines = [self.plan.to_text(), f"graphs share {format_bytes(self.shared)} of weights and state"]
         if len(self.plan.plans) > 1:
-            lines.append("a plain call follows the plan with the largest share; only an engine can mix them")
+            lines.append(
+                f"a plain call follows the plan with the largest share, {self.plan.plans[0].bottleneck_us:.1f} µs a mix; only an "
+                "engine can mix them"
+            )
         return "\n".join([*lines, *map(str, self.changes)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     cluster = make_cluster(arguments.cluster)
     mix = _mix(arguments, cluster, arguments.profile)
     if arguments.policy == "latency":
-        found = fastest_request(mix, time_limit=arguments.time_limit)
+        found = fastest_request(mix, time_limit=arguments.time_limit, gap=arguments.gap)
     else:
         found = best_mixture(mix, time_limit=arguments.time_limit, gap=arguments.gap)
-    print(found.to_text())
     if found.objective == "throughput":
-        _print_budget(same_budget(mix), found.bottleneck_us)
+        found = replace(found, other_hardware=same_budget(mix))
+    print(found.to_text())
     for item in arguments.why:
         kernel, _, device = item.rpartition("=")
         print(why(mix, found.single.placement, kernel, device, found.objective))
@@ -130,12 +130,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise OptionsError(f"--json: {arguments.json}: {error.strerror}") from error
     return 0
-
-
-def _print_budget(found: Mapping[str, float], ours: float) -> None:
-    for name, us in found.items():
-        ratio = us / ours if ours else 1.0
-        print(f"  {name:26} {us:12.1f} µs   ours is {ratio:.3f}x as fast")
 
 
 def _advise(arguments: argparse.Namespace) -> int:
@@ -171,6 +165,5 @@ def _advise(arguments: argparse.Namespace) -> int:
             gap=arguments.gap,
         )
     print(f"advice: {found.recommendation}")
-    print(found.to_text())
-    _print_budget(same_budget(mix), found.bottleneck_us)
+    print(replace(found, other_hardware=same_budget(mix)).to_text())
     return 0

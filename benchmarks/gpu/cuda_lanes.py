@@ -19,7 +19,7 @@ import torch
 
 from tessera_compile.compiler import executors, report
 
-SLICES = "cuda:0/64sm,cuda:0/64sm"
+SLICES = "cuda:0/56sm,cuda:0/64sm"
 
 
 def llama() -> torch.nn.Module:

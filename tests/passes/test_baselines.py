@@ -21,7 +21,7 @@ def values(mix):
 def test_singles_and_replicas_by_hand():
     """Rates add up: 1/10 and 2/20 requests a µs."""
     mix = mix_of([[4, 8], [6, 12]], sizes=[1, 2], layers=(-1, -1), blocks=("other", "other"))
-    assert values(mix) == {"single:g0": 10, "single:g1": 10, "replicas": 5}
+    assert values(mix) == {"single:g0": 10, "single:g1": 20, "replicas": 5}
 
 
 def test_replicas_are_the_sum_of_rates():
@@ -33,7 +33,7 @@ def test_replicas_are_the_sum_of_rates():
             and not any(m.to_home or m.source == -1 for m in mix.moves)
             and found["replicas"] > 0
         ):
-            rates = [1 / us for name, us in found.items() if name.startswith("single:")]
+            rates = [g.size / found[f"single:{g.name}"] for g in mix.groups]
             assert found["replicas"] == pytest.approx(1 / sum(rates))
 
 

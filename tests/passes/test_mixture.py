@@ -445,7 +445,7 @@ def test_degenerate_mixes():
     assert fastest_request(mix_of([], sizes=[1, 2])).bottleneck_us == 0
     one = best_mixture(mix_of([[3.0]], sizes=[2]))
     assert (one.bottleneck_us, one.single_us, round(one.gap, 9)) == (1.5, 1.5, 0.0)
-    assert one.recommendation == "one device"
+    assert one.recommendation == "replicas"  # on two devices
     free = best_mixture(mix_of([[0, 0], [0, 0]], [Move("v", 0, 0, (1,))]))
     assert free.bottleneck_us == free.bound_us == 0
     for plan in (nothing, one, free):

@@ -12,7 +12,7 @@ from tessera_compile.passes import depend
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
 from tessera_compile.passes.ir import Profile
-from tessera_compile.passes.mix import mix_of_graphs, worth
+from tessera_compile.passes.mix import group_devices, mix_of_graphs, worth
 from tessera_compile.passes.planning import Batches, plan_mix
 from tests.graphs import cpus, synthetic
 
@@ -156,12 +156,53 @@ def test_identical_devices_are_one_group():
     ddg = phase("m", [[10, 10, 40], [10, 10, 40]], devices=devices)
     plan = plan_mix([(ddg, 1.0)], cluster)
     assert plan.groups["a100-80gb"] == ("a100-80gb#0", "a100-80gb#1")
-    assert plan.baselines["single:a100-80gb"] == 10
+    assert plan.baselines["single:a100-80gb"] == 20  # one of them alone
     # Rates add up: 2 / 20 of the pair and 1 / 80 of the other.
     assert plan.baselines["replicas"] == pytest.approx(80 / 9, rel=1e-2) or plan.baselines["replicas"] >= 80 / 9
     assert plan.bottleneck_us <= plan.baselines["replicas"]
     pinned = plan_mix([(ddg, 1.0)], cluster, pins={"k0": "a100-80gb", "k1": "a100-80gb#1"})
-    assert set(pinned.single.placement.values()) == {"a100-80gb"}
+    assert pinned.single.placement["m/k1"] == "a100-80gb#1"  # a member that is pinned is planned apart
+    assert pinned.single.placement["m/k0"] in ("a100-80gb#0", "a100-80gb#1")
+
+
+def test_a_pin_to_one_of_identical_devices_costs_what_it_costs():
+    ddg = phase("m", [[100, 100], [100, 100]])
+    devices = tuple(Device(f"t#{i}", "t", "modelled", 1 << 40, 1.0, 8.0) for i in range(2))
+    cluster = Cluster(devices, {("t#0", "t#1"): Link(1.0, 1.0), ("t#1", "t#0"): Link(1.0, 1.0)})
+    ddg.graph["profile"] = profile_of([[100, 100]] * 2, ["t#0", "t#1"])
+    plan = plan_mix([(ddg, 1.0)], cluster, pins={"k*": "t#1"})
+    assert plan.bottleneck_us == 200
+    assert set(plan.single.placement.values()) == {"t#1"}
+
+
+def test_groups_of_one_type_behind_other_links_keep_apart():
+    names = [f"t#{i}" for i in range(4)]
+    devices = tuple(Device(n, "t", "modelled", 1 << 40, 1.0, 8.0) for n in names)
+    near = lambda a, b: (a in names[:2]) == (b in names[:2])  # noqa: E731
+    links = {(a, b): Link(10.0 if near(a, b) else 1.0, 1.0) for a in names for b in names if a != b}
+    groups = group_devices(Cluster(devices, links))
+    assert len({g.name for g in groups}) == len(groups)
+
+
+def test_many_kernels_with_one_choice_each():
+    ddg = phase("m", [[1]] * 100, devices=["d0"])
+    cluster = Cluster((Device("d0", "t", "modelled", 1 << 40, 1.0, 8.0),), {})
+    plan = plan_mix([(ddg, 1.0)], cluster)
+    assert plan.bottleneck_us == 100
+    assert plan.recommendation == "one device"
+
+
+def test_state_that_a_later_graph_only_reads_reaches_it():
+    """400 of the bytes that the first graph writes; the second holds the same storage as a weight."""
+    writer = with_cache("writer", [[1, 1], [1, 1]], nbytes=400)
+    reader = phase("reader", [[1, 1]], weights={"w": (500, [0])})
+    reader.graph["storages"] = {"w": "cache"}
+    parts = [(writer, writer.graph["profile"], 2.0), (reader, reader.graph["profile"], 3.0)]
+    moving = worth(mix_of_graphs(parts, unlike(gb_per_s=0.1), state_moves=True), [0, 0, 1])
+    home = worth(mix_of_graphs(parts, unlike(gb_per_s=0.1)), [0, 0, 1])
+    boundary = 3 * (1 + 10)  # x of 1000 bytes, and v back home
+    assert moving.link[0, 1] == pytest.approx(boundary + 2 * 5)
+    assert home.link[0, 1] == pytest.approx(boundary + 2 * 6)
 
 
 def test_identical_devices_split_a_request_where_memory_forbids_replicas():
@@ -253,7 +294,8 @@ def with_cache(name, rows, nbytes=None):
 
 
 def test_state_moves_once_at_the_phase_boundary():
-    """Prefill is faster on d1, decode on d0. What prefill writes of the cache moves once a prefill: 1 µs + 400 bytes at 0.1 GB/s = 5 µs."""
+    """Prefill is faster on d1, decode on d0; what prefill writes of the cache moves once:
+    1 µs + 400 bytes at 0.1 GB/s = 5 µs."""
     prefill, decode = with_cache("prefill", [[900, 10], [900, 10]], nbytes=400), with_cache("decode", [[10, 900], [10, 900]])
     cluster = unlike(gb_per_s=0.1)
     mix = mix_of_graphs(
