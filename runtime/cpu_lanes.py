@@ -117,21 +117,11 @@ class CpuLaneExecutor:
         if self.pace is not None and request.paced is not None:
             self.pace.add(request.paced)
         finished = self._finish.call([lookup(home, name) for name in self._finish.inputs])
-        results = iter(self._apart(finished, inputs) if self.graph.mutated else finished)
+        results = iter(outputs_apart(self.graph, finished, inputs))
         with self._count_lock:
             self.runs += 1
         return [
             literal if name is None else next(results) for name, literal in zip(self.graph.outputs, self._literals, strict=True)
-        ]
-
-    def _apart(self, results: Sequence[Any], inputs: dict[str, Any]) -> list[Any]:
-        """The results, copies of those that a compiler made in the storage of an overwritten input and are no views of it."""
-        overwritten = {torch_compat.storage_key(inputs[name]) for name in self.graph.mutated}
-        own = [s for o, s in zip(self.graph.outputs, self.graph.output_storages, strict=True) if o is not None]
-        names = set(self.graph.inputs)
-        return [
-            own_copy(r) if isinstance(r, torch.Tensor) and s not in names and torch_compat.storage_key(r) in overwritten else r
-            for r, s in zip(results, own, strict=True)
         ]
 
     def _on_lanes(self, envs: list[dict[str, Any]], request: _Request) -> None:
@@ -310,6 +300,17 @@ def poison_tensor(value: Any) -> None:
         value.logical_not_()
     else:
         value.fill_(torch.iinfo(value.dtype).max)
+
+
+def outputs_apart(graph: KernelGraph, results: Sequence[Any], inputs: dict[str, Any]) -> list[Any]:
+    """The results, copies of those that a compiler made in the storage of an overwritten input and are no views of it."""
+    overwritten = {torch_compat.storage_key(inputs[name]) for name in graph.mutated}
+    own = [s for o, s in zip(graph.outputs, graph.output_storages, strict=True) if o is not None]
+    names = set(graph.inputs)
+    return [
+        own_copy(r) if isinstance(r, torch.Tensor) and s not in names and torch_compat.storage_key(r) in overwritten else r
+        for r, s in zip(results, own, strict=True)
+    ]
 
 
 def literal_outputs(graph: KernelGraph) -> Sequence[Any]:

@@ -9,13 +9,14 @@ memory is a private pool.
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .cuda_lanes import CudaLaneExecutor
+from ..passes import torch_compat
+from .cuda_lanes import ISSUING, CudaLaneExecutor
+from .replicas import overlaps, own_copy
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class _Captured:
     outputs: list[Any]
     backs: tuple[str, ...]
     watched: tuple[Any, ...]  # tensors whose addresses are baked in, kept alive
+    last: torch.cuda.Event | None = None  # behind the latest replay and the copies of its outputs
 
 
 class GraphedExecutor:
@@ -45,7 +47,6 @@ class GraphedExecutor:
         self.reasons: dict[str, str] = {}
         self.replays = 0
         self._captured: dict[Any, _Captured | None] = {}
-        self._lock = threading.Lock()
         graph = inner.graph
         self._static = tuple(v for v in graph.inputs if graph.resident(v))
         aliases = [s for s in graph.output_storages if s is not None and s in graph.inputs]
@@ -54,6 +55,8 @@ class GraphedExecutor:
             self._never = f"an output is a view of input {aliases[0]}"
         elif any(k.effect for k in graph.kernels):
             self._never = "a kernel has effects"
+        elif any(_asks_the_host(node) for node in graph.module.graph.nodes):
+            self._never = "the host needs a value that is computed on the GPU"
         elif any(inner.replicas.values()):
             self._never = "state is replicated between lanes, and its versions are checked on each call"
 
@@ -74,9 +77,15 @@ class GraphedExecutor:
         if self._never:
             self.reasons.setdefault("all", self._never)
             return self.inner(args)
+        if torch.cuda.is_current_stream_capturing():  # the caller's own graph takes the kernels in as they are
+            return self.inner(args)
         inputs = dict(zip(self.inner.graph.inputs, args, strict=True))
+        reason = self._unfit(inputs)
+        if reason:
+            self.reasons.setdefault(reason, reason)
+            return self.inner(args)
         key = self._key(inputs)
-        with self._lock:
+        with ISSUING:
             if key not in self._captured:
                 self._captured[key] = None  # the first call compiles, tunes and loads
                 while len(self._captured) > MOST_GRAPHS:
@@ -97,6 +106,16 @@ class GraphedExecutor:
             args.clear()
             return self._replay(found, inputs)
 
+    def _unfit(self, inputs: dict[str, Any]) -> str:
+        """Why these inputs cannot be copied into static buffers; empty where they can."""
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                if not value.is_cuda:
+                    return f"input {name} lies on the host, and a graph would keep its content"
+                if name not in self._static and (value.layout != torch.strided or overlaps(value)):
+                    return f"elements of input {name} share memory"
+        return ""
+
     def _key(self, inputs: dict[str, Any]) -> Any:
         parts: list[Any] = []
         for name, value in inputs.items():
@@ -114,22 +133,28 @@ class GraphedExecutor:
         current = torch.cuda.current_stream(home)
         tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
         copied = tuple(n for n in tensors if n not in self._static)
-        static = {
-            n: (v.clone(memory_format=torch.preserve_format) if n in copied else v) for n, v in inputs.items() if n in tensors
-        }
+        with torch.inference_mode(False), torch.no_grad():  # calls outside of inference mode also copy into these
+            static = {n: (own_copy(v) if n in copied else v) for n, v in tensors.items()}
         static |= {n: v for n, v in inputs.items() if n not in tensors}
         stream = torch.cuda.Stream(home)
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         # A failed capture must not have changed anything: capturing enqueues nothing, so state is as it was.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-            outputs = inner.issue(dict(static))
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                outputs = inner.issue(dict(static))
+        except BaseException:
+            torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
+            raise
         current.wait_stream(stream)
         backs = tuple(n for n in inner.graph.mutated if n in copied)
         watched = tuple(v for n, v in tensors.items() if n in self._static)
         return _Captured(graph, static, copied, outputs, backs, watched)
 
     def _replay(self, found: _Captured, inputs: dict[str, Any]) -> list[Any]:
+        current = torch.cuda.current_stream(self.inner.lanes[self.inner.home].device)
+        if found.last is not None:  # the static buffers are one request's at a time, on whichever streams callers are
+            current.wait_event(found.last)
         for name in found.copied:
             found.inputs[name].copy_(inputs[name], non_blocking=True)
         found.graph.replay()
@@ -138,11 +163,16 @@ class GraphedExecutor:
         self.replays += 1
         self.inner.runs += 1
         copies = _clones(found.outputs)
+        found.last = current.record_event()
         given = iter(copies)
         graph = self.inner.graph
         return [
             literal if name is None else next(given) for name, literal in zip(graph.outputs, self.inner.literals, strict=True)
         ]
+
+
+def _asks_the_host(node: torch.fx.Node) -> bool:
+    return node.target is torch.ops.aten._local_scalar_dense.default or torch_compat.has_unbacked(node.meta.get("val"))
 
 
 def _clones(outputs: list[Any]) -> list[Any]:

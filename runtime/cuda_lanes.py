@@ -27,9 +27,12 @@ import torch
 from ..passes.errors import ProgramError
 from ..passes.ir import Free, Hold, KernelGraph, Out, Program, Recv, Run, Send, Signal, Wait, segment_values
 from .codegen import Codegen, Compiled, constants, lookup
-from .cpu_lanes import literal_outputs, poison_tensor
+from .cpu_lanes import literal_outputs, outputs_apart, poison_tensor
 from .cuda_streams import LaneStreams, lane_streams
-from .replicas import Replica, Sighting, at_exit, sight
+from .replicas import Replica, Sighting, at_exit, own_copy, sight
+
+ISSUING = threading.RLock()
+"""Held while anything is enqueued on streams of lanes: executors share them, and a capture takes in what others enqueue."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class _Issue:
     seen: dict[str, Sighting]
     mail: dict[tuple[int, int, str], _Posted] = field(default_factory=dict)
     reading: list[dict[str, list[torch.cuda.Event]]] = field(default_factory=list)  # lane → storage → copies that read it
+    copying: set[int] = field(default_factory=set)  # lanes whose copy streams were used
     written_replicas: list[tuple[int, str, int]] = field(default_factory=list)
     taken: set[tuple[int, int, str]] = field(default_factory=set)
     posted: int = 0
@@ -89,7 +93,6 @@ class CudaLaneExecutor:
                 "a program of several GPUs needs its segments lowered for each of them, which this version does not do"
             )
         self.home = next(i for i, _, instruction in program if isinstance(instruction, Out))
-        self._lock = threading.Lock()
         self.segments: dict[tuple[int, int], _Segment] = {}
         wanted = [(lane, at, io) for lane in program.lanes for at, io in segment_values(graph, lane.instructions).items()]
         for lane, at, io in progress(wanted, "compiling segments"):
@@ -116,7 +119,7 @@ class CudaLaneExecutor:
     def __call__(self, args: list[Any]) -> list[Any]:
         inputs = dict(zip(self.graph.inputs, args, strict=True))
         args.clear()
-        with self._lock:
+        with ISSUING:
             results = self.issue(inputs)
             self.runs += 1
         given = iter(results)
@@ -138,19 +141,18 @@ class CudaLaneExecutor:
             self._run_all(issue)
             with torch.cuda.stream(home.compute):
                 finished = self._finish.call([lookup(envs[self.home], name) for name in self._finish.inputs])
+                finished = outputs_apart(self.graph, finished, inputs)
         finally:
-            for lane in self.lanes:  # also when a segment fails: nothing may run on in memory that the caller gets back
+            # Also when a segment fails: nothing may run on in memory that the caller gets back.
+            for at, lane in enumerate(self.lanes):
                 current.wait_event(lane.compute.record_event())
-                current.wait_event(lane.copies.record_event()) if self._copied(issue) else None
+                if at in issue.copying:
+                    current.wait_event(lane.copies.record_event())
         for lane_, value, use in issue.written_replicas:
             at_exit(inputs[value], partial(self.replicas[lane_][value].mark, use))
         for tensor in finished:
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(current)
-        return list(finished)
-
-    def _copied(self, issue: _Issue) -> bool:
-        return any(issue.reading)
+            _used_on(tensor, current)
+        return finished
 
     # -- issuing
 
@@ -228,18 +230,18 @@ class CudaLaneExecutor:
         storage = self.graph.values[instruction.value].storage
         payload = posted.payload
         if not isinstance(payload, torch.Tensor):
+            streams.compute.wait_event(posted.ready)
             env[instruction.value] = payload
             return
         if storage == instruction.value:
             # Storage of its own, owned by the copy stream, so that the copy overlaps what the lane computes meanwhile.
             streams.copies.wait_event(posted.ready)
+            issue.copying.add(lane)
             with torch.cuda.device(streams.device), torch.cuda.stream(streams.copies):
-                target = torch.empty_strided(payload.shape, payload.stride(), dtype=payload.dtype, device=streams.device)
-                if payload.numel():
-                    target.copy_(payload, non_blocking=True)
+                target = own_copy(payload)
             done = streams.copies.record_event()
-            payload.record_stream(streams.copies)
-            target.record_stream(streams.compute)
+            _used_on(payload, streams.copies)
+            _used_on(target, streams.compute)
             streams.compute.wait_event(done)
             env[instruction.value] = target
         else:
@@ -249,7 +251,7 @@ class CudaLaneExecutor:
             with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
                 env[storage].copy_(payload, non_blocking=True)
             done = streams.compute.record_event()
-            payload.record_stream(streams.compute)
+            _used_on(payload, streams.compute)
             env[instruction.value] = env[storage]
         source = self.graph.values[instruction.value].storage
         issue.reading[instruction.source].setdefault(source, []).append(done)
@@ -286,6 +288,11 @@ class CudaLaneExecutor:
         self._settle(lane, value, issue)
         with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
             poison_tensor(tensor)
+
+
+def _used_on(value: Any, stream: torch.cuda.Stream) -> None:
+    if isinstance(value, torch.Tensor) and value.is_cuda:  # a graph may also hold scalars on the host
+        value.record_stream(stream)
 
 
 def _baked_device(graph: KernelGraph, device: torch.device) -> bool:

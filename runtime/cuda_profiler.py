@@ -7,13 +7,13 @@ timed by events around plain calls. Data are invented or those of the first real
 kernel overwrites is a copy.
 
 As on CPU lanes, the sum of the kernels is calibrated against the whole graph in one segment, and the difference per seam is
-the price of a cut. A kernel that fails on a device cannot run there: its time is infinite, and the reason is in the report.
+the price of a cut. A kernel that fails on a device cannot run there: it has no time for that device, and the reason is in
+the report. One for which memory does not suffice while it is timed gets a modelled time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import statistics
 import threading
 import time
@@ -26,9 +26,11 @@ import torch
 from ..passes.cluster import Cluster, Device
 from ..passes.ir import Kernel, KernelGraph, Profile, Timing
 from .codegen import Codegen, Compiled, constants, first_line, lookup
+from .cuda_lanes import ISSUING
 from .cuda_streams import LaneStreams, lane_streams
 from .profile_cache import ProfileCache, setting
 from .profiler import captured_values, invented_inputs, needs_real_call
+from .replicas import own_copy
 from .roofline import model_profile, roofline_us
 
 _LAUNCHES, _MIN_REPLAYS, _MAX_REPLAYS, _ENOUGH_SECONDS = 10, 5, 40, 0.03
@@ -46,6 +48,9 @@ def profile_on_gpus(
     """Times every kernel on every type of CUDA device in the cluster; other devices get modelled times."""
     modelled = model_profile(graph, cluster.devices)
     times = {k: dict(row) for k, row in modelled.times.items()}
+    if real is not None:  # the timers' streams know nothing of what the caller has enqueued
+        for index in {v.device.index for v in real if isinstance(v, torch.Tensor) and v.is_cuda}:
+            torch.cuda.current_stream(index).synchronize()
     streams = dict(zip([d.name for d in cluster.devices if d.kind == "cuda"], _lanes(cluster), strict=True))
     distinct: dict[str, list[Kernel]] = {}
     for kernel in graph.kernels:
@@ -58,12 +63,16 @@ def profile_on_gpus(
             types.setdefault(device.type, []).append(device)
     for devices in types.values():
         timer = _Timer(graph, codegen, devices[0], streams[devices[0].name], real, cache)
-        alone: dict[str, Timing] = {}
+        alone: dict[str, Timing | None] = {}
         for kernels in progress(list(distinct.values()), f"timing kernels on {devices[0].type}"):
             timing = timer.kernel(kernels[0])
             alone.update((k.name, timing) for k in kernels)
         ratio, cut = _calibrate(graph, alone, timer)
         for name, timing in alone.items():
+            if timing is None:
+                for device in devices:
+                    times[name].pop(device.name, None)
+                continue
             scaled = timing
             if ratio is not None and timing.source == "measured":
                 scaled = replace(timing, us=timing.us * ratio, spread=timing.spread * ratio, source="calibrated")
@@ -79,12 +88,13 @@ def _lanes(cluster: Cluster) -> tuple[LaneStreams, ...]:
     return lane_streams([d.name for d in cluster.devices if d.kind == "cuda"])
 
 
-def _calibrate(graph: KernelGraph, alone: Mapping[str, Timing], timer: _Timer) -> tuple[float | None, float]:
-    counted = {name: t for name, t in alone.items() if graph[name].outputs or graph[name].writes}
-    if any(t.source != "measured" or math.isinf(t.us) for t in counted.values()) or len(counted) < 2:
+def _calibrate(graph: KernelGraph, alone: Mapping[str, Timing | None], timer: _Timer) -> tuple[float | None, float]:
+    counted = [t for name, t in alone.items() if graph[name].outputs or graph[name].writes]
+    measured = [t for t in counted if t is not None and t.source == "measured"]
+    if len(measured) < len(counted) or len(counted) < 2:
         return None, 0.0
     whole = timer.whole()
-    total = sum(t.us for t in counted.values())
+    total = sum(t.us for t in measured)
     if whole is None or total <= 0:
         return None, 0.0
     return whole.us / total, max(0.0, (total - whole.us) / (len(counted) - 1))
@@ -108,17 +118,22 @@ class _Timer:
             "l2": "warm",
         }
 
-    def kernel(self, kernel: Kernel) -> Timing:
+    def kernel(self, kernel: Kernel) -> Timing | None:
+        """None where the kernel cannot run here."""
         modelled = Timing(roofline_us(kernel, self.graph, self.device), source="modelled")
         checks = not kernel.outputs and not kernel.writes
         if checks or kernel.effect or (kernel.needs_data and self.real is None):
             return modelled
         try:
             return self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
+        except torch.cuda.OutOfMemoryError as error:
+            reason = f"kernel {kernel.name} is not timed on {self.device.name} ({first_line(error)}); its time is modelled"
+            self.codegen.fallbacks[reason] = reason
+            return modelled
         except Exception as error:
             reason = f"kernel {kernel.name} cannot run on {self.device.name} ({first_line(error)})"
             self.codegen.fallbacks[reason] = reason
-            return Timing(math.inf, source="measured")
+            return None
 
     def whole(self) -> Timing | None:
         if any(k.effect for k in self.graph.kernels) or (needs_real_call(self.graph) and self.real is None):
@@ -155,11 +170,11 @@ class _Timer:
                     self._captured = captured_values(self.graph, self.real)
             env = self._captured
         inputs = [lookup(env, name) for name in compiled.inputs]
-        return [v.clone() if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
+        return [own_copy(v) if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
 
     def _time(self, compiled: Compiled, on_real: bool) -> Timing:
         device, stream = self.streams.device, self.streams.compute
-        with torch.cuda.device(device):
+        with ISSUING, torch.cuda.device(device):
             inputs = self._inputs(compiled, on_real)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -175,7 +175,7 @@ def own_copy(value: Any) -> Any:
         return own_copy(value.conj()).conj()
     if value.is_neg():
         return torch_compat.negative_view(own_copy(torch_compat.negative_view(value)))
-    if not _overlaps(value):
+    if not overlaps(value):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
     # Expanded dimensions share elements: copy the span of memory that the tensor covers.
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -188,7 +188,7 @@ def refreshed(replica: torch.Tensor | None, source: torch.Tensor) -> torch.Tenso
         replica is None
         or source.layout != torch.strided
         or (replica.shape, replica.stride(), replica.dtype) != (source.shape, source.stride(), source.dtype)
-        or _overlaps(source)
+        or overlaps(source)
         or (replica.is_conj(), replica.is_neg()) != (source.is_conj(), source.is_neg())
         or (replica.is_inference() and not torch.is_inference_mode_enabled())
     ):
@@ -197,7 +197,7 @@ def refreshed(replica: torch.Tensor | None, source: torch.Tensor) -> torch.Tenso
     return replica.copy_(source)
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
     """Whether two indices of ``tensor`` may reach one element."""
     if tensor.numel() == 0:
         return False

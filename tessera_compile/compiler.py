@@ -265,13 +265,16 @@ def _compile(
     def training(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise GradientsNeeded
 
-    one_lane = len(options.resolved_cluster().devices) == 1
-    if one_lane and options.codegen == "inductor" and not options.dryrun and not options.pace:
-        if _inductor_suffices(gm, example_inputs) and not options.cuda_graphs:
-            graphs.append(InductorGraph(gm, options, len(graphs)))
-            return torch_compat.inductor_compile(gm, example_inputs)
+    devices = options.resolved_cluster().devices
+    one_lane = len(devices) == 1
+    # Inductor alone would run on the caller's stream: on the whole GPU, not on a slice of it, and uncaptured.
+    whole = one_lane and "/" not in devices[0].name and not options.cuda_graphs
     try:
         _check_devices(example_inputs, options)
+        if whole and options.codegen == "inductor" and not options.dryrun and not options.pace:
+            if _inductor_suffices(gm, example_inputs):
+                graphs.append(InductorGraph(gm, options, len(graphs)))
+                return torch_compat.inductor_compile(gm, example_inputs)
         run = torch_compat.aot_inference(gm, example_inputs, inference, training)
     except GradientsNeeded:
         reason = (
