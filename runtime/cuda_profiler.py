@@ -29,7 +29,7 @@ from .codegen import Codegen, Compiled, constants, first_line, lookup
 from .cuda_lanes import ISSUING
 from .cuda_streams import LaneStreams, lane_streams
 from .profile_cache import ProfileCache, setting
-from .profiler import captured_values, invented_inputs, needs_real_call
+from .profiler import captured_values, invented_inputs, needs_real_call, untimed
 from .replicas import own_copy
 from .roofline import model_profile, roofline_us
 
@@ -128,11 +128,11 @@ class _Timer:
             return self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
         except torch.cuda.OutOfMemoryError as error:
             reason = f"kernel {kernel.name} is not timed on {self.device.name} ({first_line(error)}); its time is modelled"
-            self.codegen.fallbacks[reason] = reason
+            untimed(self.codegen, reason)
             return modelled
         except Exception as error:
             reason = f"kernel {kernel.name} cannot run on {self.device.name} ({first_line(error)})"
-            self.codegen.fallbacks[reason] = reason
+            untimed(self.codegen, reason)
             return None
 
     def whole(self) -> Timing | None:
@@ -144,7 +144,7 @@ class _Timer:
             return self._timed(key, [k.name for k in self.graph.kernels], outputs, self.real is not None)
         except Exception as error:
             reason = f"the whole graph cannot be timed on {self.device.name} ({first_line(error)}); times are not calibrated"
-            self.codegen.fallbacks[reason] = reason
+            untimed(self.codegen, reason)
             return None
 
     def _timed(self, fingerprint: str, kernels: Sequence[str], outputs: Sequence[str], on_real: bool) -> Timing:

@@ -135,14 +135,9 @@ class _Timer:
         try:
             timing = self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
         except Exception as error:
-            self.failed(f"kernel {kernel.name} cannot be timed ({first_line(error)}); its time is modelled")
+            untimed(self.codegen, f"kernel {kernel.name} cannot be timed ({first_line(error)}); its time is modelled")
             return modelled
         return timing
-
-    def failed(self, reason: str) -> None:
-        """Warns, and keeps the reason for the report."""
-        self.codegen.fallbacks[reason] = reason
-        warnings.warn(reason, TesseraWarning, stacklevel=4)
 
     def whole(self) -> Timing | None:
         """The graph in one segment; None if it has effects, or cannot be run on the data at hand."""
@@ -153,7 +148,7 @@ class _Timer:
         try:
             return self._timed(key, [k.name for k in self.graph.kernels], outputs, self.real is not None)
         except Exception as error:
-            self.failed(f"the whole graph cannot be timed ({first_line(error)}); times are not calibrated")
+            untimed(self.codegen, f"the whole graph cannot be timed ({first_line(error)}); times are not calibrated")
             return None
 
     def _timed(self, fingerprint: str, kernels: Sequence[str], outputs: Sequence[str], on_real: bool) -> Timing:
@@ -222,6 +217,12 @@ def _time(compiled: Compiled, inputs: Sequence[Any]) -> Timing:
         times.append((time.perf_counter_ns() - begin) / 1e3)
     quartiles = statistics.quantiles(times, n=4)
     return Timing(statistics.median(times), quartiles[2] - quartiles[0], "measured")
+
+
+def untimed(codegen: Codegen, reason: str) -> None:
+    """Warns that something could not be timed, and keeps the reason for the report."""
+    codegen.fallbacks[reason] = reason
+    warnings.warn(reason, TesseraWarning, stacklevel=4)
 
 
 def captured_values(graph: KernelGraph, inputs: Mapping[str, Any]) -> dict[str, Any]:

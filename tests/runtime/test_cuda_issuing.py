@@ -9,9 +9,10 @@ import torch
 
 from tessera_compile import make_cluster
 from tessera_compile.passes import depend, partition, schedule
+from tessera_compile.passes.errors import TesseraWarning
 from tessera_compile.passes.ir import Recv
 from tessera_compile.passes.placements import place
-from tessera_compile.runtime import cuda_graphs, cuda_lanes
+from tessera_compile.runtime import cuda_graphs, cuda_lanes, cuda_profiler
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.cuda_streams import LaneStreams
 from tessera_compile.runtime.roofline import model_profile
@@ -186,3 +187,23 @@ def test_a_graph_that_asks_the_host_is_not_captured(caller: _Stream):
         captured(), captured()
     assert run.replays == 0
     assert "host needs" in run.reasons["all"]
+
+
+def test_a_kernel_that_fails_has_no_time_and_one_without_memory_a_modelled_one(monkeypatch: pytest.MonkeyPatch):
+    graph = Capture(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), {"input": torch.randn(4, 8)}).graphs[0]
+    timer = object.__new__(cuda_profiler._Timer)
+    timer.graph, timer.codegen, timer.device, timer.real = graph, Codegen("eager"), make_cluster("1xcpu").devices[0], None
+
+    def fails(error: Exception):
+        def timed(*_: object) -> None:
+            raise error
+
+        return timed
+
+    monkeypatch.setattr(timer, "_timed", fails(RuntimeError("no image for this device")))
+    with pytest.warns(TesseraWarning, match="cannot run on .*no image for this device"):
+        assert timer.kernel(graph.kernels[0]) is None
+    monkeypatch.setattr(timer, "_timed", fails(torch.cuda.OutOfMemoryError("out of memory")))
+    with pytest.warns(TesseraWarning, match="its time is modelled"):
+        assert timer.kernel(graph.kernels[0]).source == "modelled"
+    assert len(timer.codegen.fallbacks) == 2
