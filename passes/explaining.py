@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from .errors import PlanError
-from .mix import Group, Mix, makespan, value, worth
+from .latency import makespan
+from .mix import Group, Mix, value, worth
 from .mixture import MixPlan, best_mixture, fastest_request
 
 SAME = 0.01
@@ -118,13 +120,16 @@ def sensitivity(mix: Mix, plan: MixPlan, *, time_limit: float = 10.0) -> Sensiti
     """Plan again with every link twice as wide, and, for each group whose memory is a limit, with one more GiB on its devices."""
     changes = []
 
+    def wider(links: Mapping[Any, tuple[float, float]]) -> dict[Any, tuple[float, float]]:
+        return {pair: (per / 2, latency) for pair, (per, latency) in links.items()}
+
     def again(what: str, changed: Mix) -> None:
         planner = best_mixture if plan.objective == "throughput" else fastest_request
         found = planner(changed, time_limit=time_limit)
         changes.append((what, found.bottleneck_us, plan.bottleneck_us / found.bottleneck_us if found.bottleneck_us else 1.0))
 
     if mix.links:
-        again("links twice as wide", replace(mix, links={pair: (per / 2, lat) for pair, (per, lat) in mix.links.items()}))
+        again("links twice as wide", replace(mix, links=wider(mix.links), inner=wider(mix.inner)))
     total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes
     for i, group in enumerate(mix.groups):
         if math.isfinite(group.memory) and total > group.memory:

@@ -22,7 +22,7 @@ import itertools
 import math
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 import numpy as np
@@ -62,7 +62,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Mix:
-    """``times[k, g]`` in µs, infinite where a kernel cannot run; ``counts[k]`` uses in one mix; kernels in execution order."""
+    """``times[k, g]`` in µs, infinite where a kernel cannot run; ``counts[k]`` uses in one mix; kernels in execution order.
+
+    ``links[u, g]``: (µs a byte, µs of latency) from group u to g. ``inner[a, b]``: the same between two members of one group, by
+    their names; without it the members cannot be planned apart.
+    """
 
     kernels: tuple[str, ...]
     workloads: tuple[str, ...]
@@ -79,6 +83,7 @@ class Mix:
     residents: tuple[tuple[str, int, tuple[int, ...], bool], ...] = ()
     activation_bytes: int = 0
     pins: Mapping[int, int] = field(default_factory=dict)
+    inner: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
     def us(self, source: int, target: int, nbytes: int) -> float:
         """µs of one move; ``links[u, g]`` holds µs a byte and µs of latency."""
@@ -109,9 +114,10 @@ class Mix:
         for name, weight in self.weights.items():
             if not (0 < weight < math.inf):
                 raise PlanError(f"workload {name!r} has weight {weight}: it must be a positive number")
-        for (u, g), (per_byte, latency) in self.links.items():
+        named = {(self.groups[u].name, self.groups[g].name): link for (u, g), link in self.links.items()}
+        for (start, end), (per_byte, latency) in (*named.items(), *self.inner.items()):
             if not (0 <= per_byte < math.inf and 0 <= latency < math.inf):
-                raise PlanError(f"the link {self.groups[u].name} → {self.groups[g].name} has no bandwidth")
+                raise PlanError(f"the link {start} → {end} has no bandwidth")
 
 
 @dataclass(frozen=True)
@@ -170,144 +176,27 @@ def fits(mix: Mix, of: Worth) -> bool:
     return all(of.memory[g] <= group.memory for g, group in enumerate(mix.groups))
 
 
-def makespan(mix: Mix, placement: Sequence[int]) -> float:
-    """µs of one request that goes through all uses of all workloads, one after the other, alone on the cluster.
+def apart(mix: Mix) -> Mix:
+    """The mix in which every member of a group is a group of its own, in the order of the groups: the first is home.
 
-    Within a workload: list scheduling in the order of the kernels, transfers included, as in ``problem.evaluate``; a move of
-    state to a later workload adds its time once for each use of its writer.
+    What is pinned to a group of several may run on each of its members. Raises PlanError where ``mix.inner`` lacks their links.
     """
-    arrivals: list[list[tuple[int, float]]] = [[] for _ in mix.kernels]
-    ends: list[list[tuple[int, float]]] = [[] for _ in mix.workloads]
-    between = 0.0
-    for move in mix.moves:
-        source = 0 if move.source == HOME else placement[move.source]
-        phase_targets = set()
-        for reader in move.readers:
-            target = placement[reader]
-            current = target == source or (move.unless is not None and placement[move.unless] == target)
-            us = 0.0 if current else mix.us(source, target, move.bytes)
-            if move.source == HOME or mix.workload[reader] == mix.workload[move.source]:
-                if move.source < reader:  # an earlier kernel reads the state that the use before this one left
-                    arrivals[reader].append((move.source, us))
-            elif us:
-                phase_targets.add(target)
-        for target in phase_targets:
-            between += move.count * mix.us(source, target, move.bytes)
-        if move.to_home and move.source != HOME:
-            ends[int(mix.workload[move.source])].append((move.source, mix.us(source, 0, move.bytes)))
-    finish = np.zeros(len(mix.kernels))
-    total = between
-    for w, name in enumerate(mix.workloads):
-        free = [0.0] * len(mix.groups)
-        last = 0.0
-        for k in np.flatnonzero(mix.workload == w).tolist():
-            g = placement[k]
-            start = free[g]
-            for source, us in arrivals[k]:
-                start = max(start, us if source == HOME else finish[source] + us)
-            finish[k] = free[g] = start + float(mix.times[k, g])
-            last = max(last, finish[k])
-        last = max([last, *(finish[s] + us for s, us in ends[w])])
-        total += mix.weights[name] * last
-    return float(total)
-
-
-def longest_paths(mix: Mix) -> list[list[int]]:
-    """Of each workload, the kernels of its longest path with every kernel where it is fastest and moves free. They run one at a
-    time; where all kernels of a workload are on it, it is a chain."""
-    fastest = np.where(mix.allowed, mix.times, np.inf).min(axis=1, initial=np.inf)
-    before: list[set[int]] = [set() for _ in mix.kernels]
-    for move in mix.moves:
-        for reader in move.readers:
-            if move.source != HOME and mix.workload[reader] == mix.workload[move.source] and move.source < reader:
-                before[reader].add(move.source)
-    best: list[
-        tuple[float, int]
-    ] = []  # µs and kernels of the longest path to each kernel: of two equal ones, that of more kernels
-    came: list[int] = []
-    for k, sources in enumerate(before):
-        us, count, source = max(((*best[s], s) for s in sources), default=(0.0, 0, HOME))
-        best.append((us + float(fastest[k]), count + 1))
-        came.append(source)
-    paths = []
-    for w in range(len(mix.workloads)):
-        members = np.flatnonzero(mix.workload == w).tolist()
-        k = max(members, key=lambda k: best[k], default=HOME)
-        path = []
-        while k != HOME:
-            path.append(k)
-            k = came[k]
-        paths.append(path[::-1])
-    return paths
-
-
-def waits(mix: Mix, paths: Sequence[Sequence[int]]) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-    """Of the moves, those that a request cannot but wait for, so that their times add up: along one path of each workload, the
-    biggest between each two neighbours, to the first kernel, from the last one home; and those of state between workloads.
-
-    Other moves (over skip edges, of inputs read late) may be hidden behind the compute of the kernels between, so a bound on the
-    makespan cannot count them.
-    """
-    before = {k: source for path in paths for source, k in itertools.pairwise([HOME, *path])}
-    last = {path[-1] for path in paths if path}
-    biggest: dict[tuple[int, int], Move] = {}
-    later = []
-
-    def wait(start: int, end: int, move: Move) -> None:
-        if (start, end) not in biggest or biggest[start, end].bytes < move.bytes:
-            workload = mix.workloads[int(mix.workload[max(start, end)])]
-            readers = () if end == HOME else (end,)
-            biggest[start, end] = Move(move.value, move.bytes, start, readers, end == HOME, None, mix.weights[workload])
-
-    for move in mix.moves:
-        if move.unless is not None:
-            continue
-        for reader in move.readers:
-            if reader in before and move.source == before[reader]:
-                wait(move.source, reader, move)
-        if move.source == HOME:
-            continue
-        if move.to_home and move.source in last:
-            wait(move.source, HOME, move)
-        elsewhere = tuple(r for r in move.readers if mix.workload[r] != mix.workload[move.source])
-        if elsewhere:
-            later.append(Move(move.value, move.bytes, move.source, elsewhere, count=move.count))
-    return tuple(biggest.values()), tuple(later)
-
-
-def fastest_chains(mix: Mix, paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], float]:
-    """The placement with least Σ compute + Σ moves between neighbours on the paths, by dynamic programming, for any number of
-    groups, other kernels where they are fastest; and that sum.
-
-    No placement's makespan is less. It is the makespan where the paths are all there is: chains without moves over skip edges.
-    """
-    size = len(mix.groups)
-    times = np.where(mix.allowed, mix.times, np.inf)
-    between: dict[tuple[int, int], np.ndarray] = {}
-    for move in waits(mix, paths)[0]:
-        costs = np.array([[mix.us(u, g, move.bytes) for g in range(size)] for u in range(size)])
-        between[move.source, HOME if move.to_home else move.readers[0]] = costs
-    placement = times.argmin(axis=1).tolist()
-    total = 0.0
-    for name, path in zip(mix.workloads, paths, strict=True):
-        if not path:
-            continue
-        best = times[path[0]].copy()
-        if (HOME, path[0]) in between:
-            best += between[HOME, path[0]][0]
-        came = []
-        for before, k in itertools.pairwise(path):
-            reach = best[:, None] + between.get((before, k), np.zeros((size, size)))
-            came.append(reach.argmin(axis=0))
-            best = reach.min(axis=0) + times[k]
-        if (path[-1], HOME) in between:
-            best = best + between[path[-1], HOME][:, 0]
-        g = int(best.argmin())
-        total += mix.weights[name] * float(best[g])
-        for k, choice in zip(reversed(path), [None, *reversed(came)], strict=True):
-            g = g if choice is None else int(choice[g])
-            placement[k] = g
-    return tuple(placement), total
+    of = [g for g, group in enumerate(mix.groups) for _ in group.members]
+    names = [member for group in mix.groups for member in group.members]
+    groups = tuple(replace(mix.groups[g], name=name, members=(name,)) for g, name in zip(of, names, strict=True))
+    times = mix.times[:, of]
+    pins = {}
+    for k, g in mix.pins.items():
+        if mix.groups[g].size == 1:
+            pins[k] = of.index(g)
+        else:
+            times[k, [i for i, other in enumerate(of) if other != g]] = math.inf
+    links = {}
+    for (i, a), (j, b) in itertools.permutations(enumerate(names), 2):
+        if of[i] == of[j] and (a, b) not in mix.inner:
+            raise PlanError(f"the mix does not say how {a!r} and {b!r} are linked: give its `inner`")
+        links[i, j] = mix.inner[a, b] if of[i] == of[j] else mix.links[of[i], of[j]]
+    return replace(mix, groups=groups, times=times, links=links, pins=pins, inner={})
 
 
 def loads_of(mix: Mix, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -385,6 +274,12 @@ def group_links(cluster: Cluster, groups: Sequence[Group]) -> dict[tuple[int, in
                 link = cluster.links[a.members[0], b.members[0]]
                 found[u, g] = (1.0 / (link.gb_per_s * 1e3), link.latency_us)
     return found
+
+
+def inner_links(cluster: Cluster, groups: Sequence[Group]) -> dict[tuple[str, str], tuple[float, float]]:
+    """(Member, other member of its group) → µs a byte and µs of latency."""
+    pairs = (pair for group in groups for pair in itertools.permutations(group.members, 2))
+    return {pair: (1.0 / (cluster.links[pair].gb_per_s * 1e3), cluster.links[pair].latency_us) for pair in pairs}
 
 
 def mix_of_graphs(
@@ -473,6 +368,7 @@ def mix_of_graphs(
         else:  # its replica is stale after each write
             moves.append(Move(f"state {key}", nbytes, HOME, users, count=min(weight, writes[key])))
     moves.extend(_state_moves(shared))
+    cut_of = {member: us for group, us in zip(groups, cut_us, strict=True) for member in group.members}
     made = Mix(
         tuple(kernels),
         tuple(names),
@@ -488,6 +384,7 @@ def mix_of_graphs(
         overlap,
         tuple((label, nbytes, tuple(users), state) for label, nbytes, users, state in residents.values()),
         activation,
+        inner={(a, b): (per, latency + cut_of[a]) for (a, b), (per, latency) in inner_links(cluster, groups).items()},
     )
     made.check()
     return made
@@ -683,6 +580,7 @@ def mix_of_table(
         tuple(_layer(r, name) for r in chosen),
         tuple(r["block"] for r in chosen),
         overlap,
+        inner=inner_links(cluster, groups),
     )
     made.check()
     return made

@@ -34,7 +34,8 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from .baselines import Baselines, simple_plans
 from .errors import InfeasibleError
 from .ir import format_bytes
-from .mix import Mix, Worth, fastest_chains, fits, loads_of, longest_paths, makespan, resources, waits, worth
+from .latency import fastest_chains, longest_paths, makespan, waits
+from .mix import Mix, Worth, fits, loads_of, resources, worth
 from .problem import HOME
 from .relaxation import integer_plan, relax
 

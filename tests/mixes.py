@@ -52,6 +52,7 @@ def mix_of(
         groups=made,
         links=links or {(u, g): (per_byte, latency) for u in range(groups) for g in range(groups) if u != g},
         moves=tuple(moves),
+        inner={(a, b): (per_byte, latency) for g in made for a in g.members for b in g.members if a != b},
         **fields,  # type: ignore[arg-type]
     )
 

@@ -8,7 +8,8 @@ import pytest
 
 from tessera_compile.passes.errors import PlanError
 from tessera_compile.passes.explaining import Reason, compare, differences, matter_most, same_budget, sensitivity, why
-from tessera_compile.passes.mix import HOME, Move, makespan, value
+from tessera_compile.passes.latency import makespan
+from tessera_compile.passes.mix import HOME, Move, value
 from tessera_compile.passes.mixture import best_mixture, fastest_request
 from tests.mixes import mix_of, placements, random_mix
 

@@ -10,22 +10,19 @@ import pytest
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.errors import PlanError, ProfileError
 from tessera_compile.passes.ir import Profile
+from tessera_compile.passes.latency import fastest_chains, longest_paths, makespan, waits
 from tessera_compile.passes.mix import (
     HOME,
     Move,
-    fastest_chains,
     fits,
     group_devices,
     group_links,
     loads_of,
-    longest_paths,
-    makespan,
     mix_of_graphs,
     mix_of_table,
     read_table,
     resources,
     value,
-    waits,
     worth,
 )
 from tests.graphs import cpus, synthetic
