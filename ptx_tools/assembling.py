@@ -143,6 +143,31 @@ def sass(cubin: bytes) -> str:
     return "".join(f"{name}\n{body.strip()}\n\n" for name, body in pairs if name.startswith(LOADED))
 
 
+TRIES = 16
+"""Assemblies of each text before two kernels count as unlike."""
+
+
+def same_code(
+    text: str, other: str, *, ptxas: str | os.PathLike[str] | None = None, name: str = "<ptx>", tries: int = TRIES
+) -> bool:
+    """Whether two modules assemble to the same machine code.
+
+    Some assemblers choose registers by chance: ptxas 12.9 gives one text several codes, equal but for their names. So a text
+    that does not give one code each time is assembled up to `tries` times, and what both texts have given is looked for.
+    Raises PtxError where ptxas refuses one.
+    """
+    first = assemble(text, ptxas=ptxas, name=name)
+    ours, theirs = [code(first.cubin)], [code(assemble(other, ptxas=first.tool, name=f"{name} (other)").cubin)]
+    while ours[0] != theirs[0]:
+        ours.append(code(assemble(text, ptxas=first.tool, name=name).cubin))
+        if len(ours) > tries or (len(ours) > 3 and all(one == ours[0] for one in ours)):
+            return False
+        theirs.append(code(assemble(other, ptxas=first.tool, name=f"{name} (other)").cubin))
+        if any(one in ours for one in theirs):
+            return True
+    return True
+
+
 def code(cubin: bytes) -> dict[str, bytes | int]:
     """By name, the bytes of the sections that reach the device, or the size of those that have none."""
     if cubin[:5] != b"\x7fELF\x02":

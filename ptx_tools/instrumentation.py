@@ -734,18 +734,16 @@ class _Instrumenter:
                 code.add(f"{_STORES[size]} [{target}], {_filled(ones, size)}", chosen)
 
     def _bits(self, code: _Snippet, maps: list[str], spot: _Spot, width: int, unit: int, count: str) -> None:
+        # No register is set twice: a turn of a loop must be seen to do what the turn before it did.
         for at, size in [(0, width)] if count else _pieces(width, min(unit, 32)):
             offset = code.set("b64", f"add.s64 $, {spot.offset}, {at}") if at else spot.offset
-            word = code.set("b64", f"shr.u64 $, {offset}, 5")
-            code.add(f"shl.b64 {word}, {word}, 2")
-            low = code.set("b32", f"cvt.u32.u64 $, {offset}")
-            code.add(f"and.b32 {low}, {low}, 31")
-            bits = code.set("b32", f"mov.b32 $, {(1 << size) - 1}")
+            word = code.set("b64", f"shl.b64 $, {code.set('b64', f'shr.u64 $, {offset}, 5')}, 2")
+            low = code.set("b32", f"and.b32 $, {code.set('b32', f'cvt.u32.u64 $, {offset}')}, 31")
             if count:
-                code.add(f"mov.b32 {bits}, 1")
-                code.add(f"shl.b32 {bits}, {bits}, {count}")
-                code.add(f"sub.u32 {bits}, {bits}, 1")
-            code.add(f"shl.b32 {bits}, {bits}, {low}")
+                ones = code.set("b32", f"sub.u32 $, {code.set('b32', f'shl.b32 $, 1, {count}')}, 1")
+            else:
+                ones = code.set("b32", f"mov.b32 $, {(1 << size) - 1}")
+            bits = code.set("b32", f"shl.b32 $, {ones}, {low}")
             for map_ in maps:
                 target = code.set("b64", f"add.s64 $, {map_}, {word}")
                 code.add(f"red.global.or.b32 [{target}], {bits}", spot.inside)

@@ -500,9 +500,8 @@ def _cvt(op: Op, modifiers: set[str], types: list[str]) -> Meaning | None:
             rounded = rounding((_flush(a) if "ftz" in modifiers else a).astype(np.float64))
             low, high = float(info.min), float(info.max)
             clipped = np.where(np.isnan(rounded), 0.0, np.clip(rounded, low, high))
-            result = np.where(clipped >= high, info.max, np.where(clipped <= low, info.min, 0))
-            inside = (clipped < high) & (clipped > low)
-            whole = np.where(inside, clipped, 0).astype(target) + np.where(inside, 0, result).astype(target)
+            whole = np.where((clipped < high) & (clipped > low), clipped, 0).astype(target)
+            whole = np.where(clipped >= high, target(info.max), np.where(clipped <= low, target(info.min), whole))
             return (np.where(np.isnan(a), target(nan), whole),)
 
         return Meaning(to_integer, [source], [to])

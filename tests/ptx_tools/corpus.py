@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tessera_compile.ptx_tools.assembling import find_tool
+from tessera_compile.ptx_tools.assembling import HEADER, assemble, find_tool
+from tessera_compile.ptx_tools.syntax import PtxError
 
 DATA = Path(__file__).parents[1] / "data" / "ptx"
 KERNELS = DATA / "triton_kernels.py"
@@ -41,7 +42,10 @@ class TritonCase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compile one kernel. Pointers are divisible by 16, and so are the arguments in `divisible`."""
+    """How to compile one kernel. Pointers are divisible by 16, and so are the arguments in `divisible`.
+
+    since: the first Triton known to compile it.
+    """
 
     kernel: str
     arguments: dict[str, str]
@@ -49,6 +53,7 @@ class Recipe:
     targets: tuple[int, ...]
     divisible: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    since: tuple[int, int] = (0, 0)
 
 
 def arguments(text: str) -> dict[str, str]:
@@ -89,7 +94,7 @@ RECIPES = {
         "K N",
         {"num_stages": 3},
     ),
-    "matmul_ws": Recipe("k_matmul_ws", TMA, {**TILE, "NSM": 148}, (100,), options={"num_stages": 3}),
+    "matmul_ws": Recipe("k_matmul_ws", TMA, {**TILE, "NSM": 148}, (100,), options={"num_stages": 3}, since=(3, 9)),
     "matmul_ws_64": Recipe(  # Triton 3.9 cannot specialise the warps of the larger tile for sm_90
         "k_matmul_ws",
         arguments("a_desc: fp16[64,64]; b_desc: fp16[128,64]; c_desc: fp16[64,128]; M N K: i32"),
@@ -158,6 +163,17 @@ def static_files() -> list[Path]:
     return sorted(DATA.glob("*/*.ptx"))
 
 
+def skip_if_too_new(text: str) -> None:
+    """Skip a test that assembles `text` where the newest ptxas found does not know its version of PTX."""
+    head = HEADER.match(text)
+    assert head
+    try:
+        assemble(f"{head[0]}\n.address_size 64\n")
+    except PtxError as error:
+        if "Unsupported .version" in str(error):
+            pytest.skip(str(error))
+
+
 def triton_cases() -> list[str]:
     """Names as `add.sm_80`. Nothing is compiled."""
     return [f"{name}.sm_{target}" for name, recipe in RECIPES.items() for target in recipe.targets]
@@ -167,6 +183,9 @@ def triton_cases() -> list[str]:
 def triton_ptx(name: str) -> TritonCase:
     """The PTX of one case, from the cache on disk where it is there. Skips the test where Triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot be compiled")
+    version, since = importlib.metadata.version("triton"), RECIPES[name.split(".sm_")[0]].since
+    if tuple(map(int, version.split(".")[:2])) < since:
+        pytest.skip(f"triton {version} does not compile {name}, {'.'.join(map(str, since))} does")
     path = cache_folder() / f"{name}.json"
     if path.exists():
         return TritonCase(**json.loads(path.read_text()))

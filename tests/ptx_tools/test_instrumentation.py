@@ -32,7 +32,7 @@ from tessera_compile.ptx_tools.interpretation import footprint
 from tessera_compile.ptx_tools.launch import PARAM_WINDOW, SHARED_WINDOW, Buffer, TensorMap
 from tessera_compile.ptx_tools.parsing import parse
 from tessera_compile.ptx_tools.syntax import Address, Instruction, Literal, Module, Name, Not, Operand, Pair, PtxError, Vector
-from tests.ptx_tools.corpus import DATA, needs_ptxas, static_files, triton_cases, triton_ptx
+from tests.ptx_tools.corpus import DATA, needs_ptxas, skip_if_too_new, static_files, triton_cases, triton_ptx
 
 # ptxas does not take `($str1)` as an operand, though other tools write it.
 NOT_FOR_PTXAS = {"b09_intelllvm4623_paren_symbol.ptx"}
@@ -83,13 +83,15 @@ def test_every_case_assembles(case):
     module = parse(text_of(case))
     if isinstance(case, Path) and case.name in NOT_FOR_PTXAS:
         pytest.skip("ptxas does not take the original")
+    skip_if_too_new(module.text)
     for scheme in SCHEMES:
         found = cost(module, instrument(module, scheme))
         assert list(found) == [name for name in found if name in module.kernels]
         assert len(found) == len(module.kernels)
         for kernel in found.values():
             assert kernel.registers_after <= max(kernel.registers + 64, 64)
-            assert kernel.spills_after <= kernel.spills + 64
+            if kernel.registers < 255:  # one that has none to spare keeps what is added elsewhere
+                assert kernel.spills_after <= kernel.spills + 64
 
 
 def test_lines_do_not_move_and_labels_stay_in_front():
@@ -756,8 +758,6 @@ def source_of(file: str) -> str:
 @every_scheme
 def test_the_interpreter_sees_the_marks(name, scheme):
     file, kernel_, grid, block, args, shared_bytes = KERNELS[name]
-    if (scheme, name) == ("bitmap", "atomics"):
-        pytest.skip("a bitmap's code sets one register twice, which the interpreter takes for a change in the spin lock's loop")
     module = parse(source_of(file), name=file)
     expected = footprint(module, kernel_, grid, block, args, shared_bytes=shared_bytes)
     assert expected.complete
