@@ -36,6 +36,7 @@ from .launch import (
     TensorMap,
     bind_arguments,
 )
+from .local_memory import LocalMemory
 from .semantics import UNSIGNED, Array, read_as, write_as
 from .shared_memory import BARRIERS, SharedMemory
 from .slicing import Slice, call_slots, is_barrier, op_defs, slice_kernel
@@ -237,6 +238,7 @@ class _Machine:
                 self.addresses[name] = shared
             shared += self.shared_bytes
         self.shared_size = shared + (0 if dynamic else self.shared_bytes)
+        self.local_size = -(-local // 8) * 8
 
     # -- failures
 
@@ -252,6 +254,8 @@ class _Machine:
         at_once = max(1, LANES // threads)
         if self.slice.shared:
             at_once = max(1, min(at_once, (1 << 26) // max(self.shared_size, 1)))
+        if self.slice.local:
+            at_once = max(1, min(at_once, (1 << 26) // max(self.local_size * threads, 1)))
         group = math.prod(self.cluster)
         at_once = max(group, at_once // group * group)
         if self.blocks and self.slice.accesses:
@@ -279,6 +283,8 @@ class _Machine:
         self.memory: dict[tuple[str, int, int], Value] = {}
         self.specials = self._special_values(ids)
         self.shared = SharedMemory(self.count, self.threads, self.shared_size) if self.slice.shared else None
+        has_local = self.slice.local and self.local_size > 0
+        self.local = LocalMemory(self.count, self.threads, self.local_size) if has_local else None
         self.maps: list[tuple[Array, dict[str, Value]]] = []
         self.built: dict[int, TensorMap] = {}
         exit_ = self.flow.exit
@@ -688,7 +694,9 @@ class _Machine:
         if self.shared is not None and any(a.writes and a.space in ("shared", "generic") for a in self.slice.accesses[op.index]):
             self.shared.forget(lambda why: self.refuse(op, why))
         for access in self.slice.accesses[op.index]:
-            if access.writes and access.space in ("local", "param", "generic"):
+            if access.writes and access.space in ("local", "generic") and self.local is not None:
+                self.local.forget(self.mask)
+            if access.writes and access.space in ("param", "generic"):
                 self.memory = dict.fromkeys(self.memory, UNKNOWN)
 
     def _destinations(self, op: Op) -> list[tuple[str, str]]:
@@ -975,8 +983,8 @@ class _Machine:
         return step
 
     def _read_slot(self, space: str, offset: int, size: int) -> Value:
-        """Private memory is kept by exact offset and size; what was written in other pieces is unknown unless a piece contains
-        it."""
+        """Parameters of calls are kept by exact offset and size; what was written in other pieces is unknown unless one piece
+        contains it."""
         value = self.memory.get((space, offset, size))
         if value is not None:
             return value
@@ -1021,9 +1029,7 @@ class _Machine:
         if low == 1:
             return self.shared.read(offset, size, self.mask, lambda why: self.refuse(op, why)) if self.shared else UNKNOWN
         if low == 2:
-            if offset.size == 1:
-                return self._read_slot("local", int(offset[0, 0]), size)
-            return UNKNOWN
+            return self.local.read(offset, size) if self.local else UNKNOWN
         return self._read_known(address.astype(np.int64), size)
 
     def _read_params(self, offset: Array, size: int) -> Value:
@@ -1164,12 +1170,9 @@ class _Machine:
                     self._forget(op)
                     return
                 offset = (address & np.uint64(WINDOW - 1)).astype(np.int64)
-                if space == 2:
-                    if offset.size != 1:
-                        self.memory = {k: (UNKNOWN if k[0] == "local" else v) for k, v in self.memory.items()}
-                        return
+                if space == 2 and self.local is not None:
                     for position, value in enumerate(values):
-                        self._write_slot("local", int(offset[0, 0]) + position * size, size, value())
+                        self.local.write(offset + position * size, size, value(), self.mask)
                 elif space == 1 and self.shared is not None:
                     for position, value in enumerate(values):
                         self.shared.write(offset + position * size, size, value(), self.mask, lambda why: self.refuse(op, why))

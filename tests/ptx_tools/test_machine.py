@@ -299,11 +299,35 @@ def test_pieces_of_local_memory():
     assert written(
         "st.local.v2.u32 [lo+8], {7, %r2}; ld.local.u64 %rd10, [lo+8]; shr.u64 %rd10, %rd10, 32; cvt.u32.u64 %r4, %rd10;" + SHOW
     ) == set(range(32))
-    refused(
-        "st.local.u32 [lo], 4; add.u32 %r5, %r2, 0; cvt.u64.u32 %rd10, %r5; st.local.u8 [%rd10], 1; ld.local.u32 %r4, [lo];"
-        + SHOW
-    )
     refused("ld.local.u32 %r4, [lo+40];" + SHOW)
+    refused("ld.local.u32 %r4, [lo];" + SHOW)
+    refused("st.local.u16 [lo], 4; ld.local.u32 %r4, [lo];" + SHOW)
+
+
+AT = "mov.u64 %rd10, lo; cvt.u64.u32 %rd11, %r5; add.u64 %rd10, %rd10, %rd11;"
+"""%rd10: the byte %r5 of the local array."""
+
+
+def test_local_memory_by_an_index_of_the_thread():
+    fill = "".join(f"st.local.u8 [lo+{i}], {(5 * i + 3) % 16};" for i in range(16))
+    load = "ld.local.u8 %rs1, [%rd10]; cvt.u32.u16 %r4, %rs1;"
+    assert written(fill + "shr.u32 %r5, %r2, 2;" + AT + load + SHOW) == {(5 * i + 3) % 16 for i in range(8)}
+    # each thread has bytes of its own, also where others store elsewhere
+    store = "and.b32 %r5, %r2, 3;" + AT + "cvt.u16.u32 %rs1, %r2; st.local.u8 [%rd10], %rs1;"
+    assert written("st.local.u32 [lo], 0x09090909;" + store + load + SHOW) == set(range(32))
+    assert written("st.local.u32 [lo], 0x09090909;" + store + "ld.local.u8 %rs1, [lo]; cvt.u32.u16 %r4, %rs1;" + SHOW) == {
+        *range(0, 32, 4), 9,
+    }  # fmt: skip
+    # under a guard, through a generic address
+    generic = "cvta.local.u64 %rd10, %rd10; setp.lt.u32 %p1, %r2, 8; @%p1 st.u8 [%rd10], %rs1;"
+    store = "and.b32 %r5, %r2, 3;" + AT + "cvt.u16.u32 %rs1, %r2;" + generic
+    assert written("st.local.u32 [lo], 0x09090909;" + store + "ld.u8 %rs1, [%rd10]; cvt.u32.u16 %r4, %rs1;" + SHOW) == set(
+        range(8)
+    ) | {9}
+    # what was never stored, and what a store to nobody knows where may have changed
+    refused("shr.u32 %r5, %r2, 2;" + AT + load + SHOW)
+    unknown = "ld.global.u32 %r5, [%rd3]; and.b32 %r5, %r5, 3;" + AT + "st.local.u8 [%rd10], 1;"
+    refused("st.local.u32 [lo], 4;" + unknown + "ld.local.u32 %r4, [lo];" + SHOW)
 
 
 def test_generic_addresses_of_other_spaces_are_no_global_memory():
