@@ -176,6 +176,12 @@ def fits(mix: Mix, of: Worth) -> bool:
     return all(of.memory[g] <= group.memory for g, group in enumerate(mix.groups))
 
 
+def memory_binds(mix: Mix) -> bool:
+    """Whether some device cannot hold everything: the weights and state of all kernels, and the activations."""
+    total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes
+    return any(total > g.memory for g in mix.groups)
+
+
 def apart(mix: Mix) -> Mix:
     """The mix in which every member of a group is a group of its own, in the order of the groups: the first is home.
 

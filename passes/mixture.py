@@ -35,7 +35,7 @@ from .baselines import Baselines, simple_plans
 from .errors import InfeasibleError
 from .ir import format_bytes
 from .latency import fastest_chains, longest_paths, makespan, waits
-from .mix import Mix, Worth, fits, loads_of, resources, worth
+from .mix import Mix, Worth, fits, loads_of, memory_binds, resources, worth
 from .problem import HOME
 from .relaxation import integer_plan, relax
 
@@ -202,18 +202,19 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         if add(best):
             shares, value, _ = _master(mix, pool)
 
-    def mixed(part: Mapping[Placement, Worth]) -> float:
+    def mixed(of: Mix, part: Mapping[Placement, Worth]) -> float:
         nonlocal shares, value
-        of_part, us, _ = _master(mix, part)
-        if us < value:  # The master program over all plans stopped at its tolerance.
-            shares, value = of_part, us
-        return us
+        found, us, _ = _master(of, part)
+        if us < value and of is mix:  # The master program over all plans stopped at its tolerance.
+            shares, value = found, us
+        # Of members: their taking turns is in the pool and no slower, so that what is below `value` is tolerance too.
+        return us if of is mix else max(us, value)
 
     baselines = simple.values(mix, mixed, time_left=max(0.1, deadline - time.perf_counter()))
     bound = min(max(lower, 0.0), value)
     if value - bound <= max(gap, 1e-9) * value:
         status = "optimal within the gap"
-    if sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes > min((g.memory for g in mix.groups), default=0.0):
+    if memory_binds(mix):
         status += " (memory couples the plans, so the bound is a relaxation)"
     if time_limit <= 0:
         status = "heuristic: no time to solve"

@@ -14,9 +14,10 @@ import networkx as nx
 from .cluster import Cluster
 from .errors import InfeasibleError, PlanError
 from .ir import Profile
-from .mix import Mix, group_devices, mix_of_graphs
-from .mixture import MixPlan, best_mixture
+from .mix import Mix, apart, group_devices, memory_binds, mix_of_graphs
+from .mixture import MixPlan, best_mixture, recommend
 from .partitioning import matching
+from .relaxation import bound_together
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ def plan_mix(
 
     Identical devices form one group whose members serve different requests; where memory forbids that, each is planned for alone.
 
+    With several batch sizes the plan uses one for each phase, while ``bound_us`` holds for mixtures in which each request may be
+    served at another size, of those for which a plan fits; there it relaxes memory (``relaxation.py: bound_together``).
+
     Raises:
         InfeasibleError: no plan fits into memory, for no batch size; it names what is biggest.
         PlanError, ProfileError: bad weights, missing or impossible times, cyclic graphs, pins that match nothing.
@@ -87,26 +91,39 @@ def plan_mix(
     best: MixPlan | None = None
     refused: InfeasibleError | None = None
     choices = list(itertools.product(*(sorted(options) for options in phases)))
-    bounds = []
+    mixes, bounds = [], []
+
+    def left(shares: int) -> float:
+        return max(0.0, time_limit - (time.perf_counter() - started)) / shares
+
     for number, choice in enumerate(choices):
         chosen = [(*options[b], weight / b) for options, b, (_, weight) in zip(phases, choice, parts, strict=True)]
-        left = max(0.0, time_limit - (time.perf_counter() - started)) / (len(choices) - number)
+        mix = _mix(chosen, cluster, pins or {}, overlap, inflight, state == "moves", alike)
         try:
-            plan = _plan(chosen, cluster, pins or {}, overlap, inflight, left, gap, state == "moves", alike)
+            plan = _plan(mix, left(len(choices) - number + (len(choices) > 1)), gap)
         except InfeasibleError as error:
             refused = error
             continue
         plan = replace(plan, batches=tuple(choice))
+        mixes.append(mix)
         bounds.append(plan.bound_us)
         if best is None or plan.bottleneck_us < best.bottleneck_us:
             best = plan
     if best is None:
         assert refused is not None
         raise refused
-    best = replace(best, seconds=time.perf_counter() - started, **_proven(best, min(bounds), gap))
-    if len(choices) > 1:
-        best = replace(best, status=f"{best.status} (one batch size a phase; requests split over several are not considered)")
-    return best
+    alone = replace(best, **_proven(best, min(bounds), gap))  # of plans that use one batch size a phase
+    if len(mixes) > 1:
+        bound = bound_together(mixes, best.bottleneck_us, left(1)) if time_limit > 0 and best.bottleneck_us > 0 else 0.0
+        best = replace(alone, **_proven(alone, bound, gap))
+        if not bound:
+            what = "requests split over several are not bounded"
+            best = replace(alone, status=f"{alone.status} (one batch size a phase; {what})")
+        elif alone.status.startswith("optimal") and not best.status.startswith("optimal"):
+            best = replace(best, status=f"{alone.status} for one batch size a phase; the bound is of requests split over several")
+    else:
+        best = alone
+    return replace(best, seconds=time.perf_counter() - started)
 
 
 def _proven(plan: MixPlan, bound: float, gap: float) -> dict[str, Any]:
@@ -116,55 +133,48 @@ def _proven(plan: MixPlan, bound: float, gap: float) -> dict[str, Any]:
     return {"bound_us": bound, "status": plan.status if close or not plan.status.startswith("optimal") else "heuristic"}
 
 
-def _plan(
+def _mix(
     parts: Sequence[tuple[nx.DiGraph, Profile, float]],
     cluster: Cluster,
     pins: Mapping[str, str],
     overlap: bool,
     inflight: int,
-    time_limit: float,
-    gap: float,
     state_moves: bool,
-    alike: bool = True,
-) -> MixPlan:
+    alike: bool,
+) -> Mix:
     shared = {m for g in group_devices(cluster) if g.size > 1 for m in g.members}
-    if not alike or any(device in shared for device in pins.values()):
-        # A pin to one of several identical devices sets it apart from them.
-        apart_only = mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False, state_moves=state_moves)
-        return best_mixture(pin(apart_only, parts, pins, cluster), time_limit=time_limit, gap=gap)
-    grouped = pin(
-        mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, state_moves=state_moves), parts, pins, cluster
-    )
-    apart_needed = any(g.size > 1 for g in grouped.groups) and _memory_binds(grouped)
+    # A pin to one of several identical devices sets it apart from them.
+    alike = alike and not any(device in shared for device in pins.values())
+    made = mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=alike, state_moves=state_moves)
+    return pin(made, parts, pins, cluster)
+
+
+def _plan(mix: Mix, time_limit: float, gap: float) -> MixPlan:
+    """The best mixture where the members of a group serve different requests, or, where memory binds and it is better, where they
+    share the weights of one request, each a group of its own. Compared with the simple plans of both."""
+    if all(g.size == 1 for g in mix.groups) or not memory_binds(mix):
+        return best_mixture(mix, time_limit=time_limit, gap=gap)
+    started = time.perf_counter()
     try:
-        best = best_mixture(grouped, time_limit=time_limit, gap=gap)
+        grouped = best_mixture(mix, time_limit=time_limit / 2, gap=gap)
     except InfeasibleError:
-        if not any(g.size > 1 for g in grouped.groups):
-            raise
-        best = None
-    if best is None or apart_needed:
-        # Identical devices that share the weights of one request: each is a group of its own.
-        alone = pin(
-            mix_of_graphs(parts, cluster, overlap=overlap, inflight=inflight, alike=False, state_moves=state_moves),
-            parts,
-            pins,
-            cluster,
-        )
-        try:
-            apart = best_mixture(alone, time_limit=time_limit, gap=gap)
-        except InfeasibleError:
-            if best is None:
-                raise
-            return best
-        if best is None or apart.bottleneck_us < best.bottleneck_us:
-            return apart
-        return replace(best, **_proven(best, apart.bound_us, gap))
-    return best
-
-
-def _memory_binds(mix: Mix) -> bool:
-    total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes
-    return any(total > g.memory for g in mix.groups)
+        return best_mixture(apart(mix), time_limit=time_limit, gap=gap)
+    try:
+        alone = best_mixture(apart(mix), time_limit=max(0.0, time_limit - (time.perf_counter() - started)), gap=gap)
+    except InfeasibleError:
+        return grouped
+    best, other = (alone, grouped) if alone.bottleneck_us < grouped.bottleneck_us else (grouped, alone)
+    baselines = dict(grouped.baselines)
+    for name, us in alone.baselines.items():
+        if not name.startswith("single:"):  # the members of a group alone are all the same
+            baselines[name] = min(us, baselines.get(name, us))
+    return replace(
+        best,
+        **_proven(best, other.bound_us, gap),
+        baselines=baselines,
+        recommendation=recommend(baselines, best.bottleneck_us),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def pin(mix: Mix, parts: Sequence[tuple[Any, ...]], pins: Mapping[str, str], cluster: Cluster) -> Mix:

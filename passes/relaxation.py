@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +55,7 @@ def relax(mix: Mix, upper: float, time_limit: float = 60.0, one_at_a_time: bool 
     started = time.perf_counter()
     rows = _Rows(mix, upper or 1.0)
     rows.assign()
-    rows.moves()
+    rows.moves(rows.uniform())
     if one_at_a_time:
         rows.sum()
     else:
@@ -111,8 +112,8 @@ class _Rows:
             shape=(self.count, self.count * self.size),
         )
 
-    def moves(self) -> None:
-        uniform = self._uniform()
+    def moves(self, uniform: bool) -> None:
+        """``uniform``: every move costs the same on every link (:meth:`uniform`)."""
         for move in self.mix.moves:
             ends: list[_End] = [(r, None) for r in move.readers]
             if move.to_home:
@@ -124,7 +125,7 @@ class _Rows:
             else:
                 self._pairs(move, ends)
 
-    def _uniform(self) -> bool:
+    def uniform(self) -> bool:
         """Whether every move costs the same on every link, so that only where it arrives matters to its cost."""
         return self.size > 2 and len(set(self.mix.links.values())) == 1
 
@@ -290,11 +291,78 @@ class _Rows:
         return x, max(bound, 0.0), prices, links
 
 
+def bound_together(mixes: Sequence[Mix], upper: float, time_limit: float = 60.0) -> float:
+    """A bound, in µs of one mix, on every mixture of plans of several mixes that do the same work on the same groups in other
+    ways: a phase at several batch sizes. 0 where the solver has not come to an end; ``upper`` (above 0) is the value of some
+    plan.
+
+    With s[i] the share of the requests that mix i serves, v[i] its variables, A v ≤ b, E v = 1 its rows but those of the loads:
+
+    - A v[i] ≤ b s[i], E v[i] = s[i], Σ s = 1; and of each resource, C · size ≥ Σ_i load(v[i])
+
+    A mixture is such a point: v[i] is the sum of the mix's placements, each times its share. Its dual says the same by prices
+    of the resources: whatever they are, no mixture is cheaper than the cheapest plan of any mix. As in :func:`relax`, whatever
+    the solver calls its duals is made feasible here. Rows of memory say that each plan fits by itself, not that all do
+    together. Where a group has several members, who may be planned apart (``planning.py``), they are left out: members who take
+    turns with the stages of such a plan do no more than it does, but may not hold its weights.
+    """
+    rows = [_Rows(mix, upper) for mix in mixes]
+    uniform = all(r.uniform() for r in rows)
+    inside, loads, equals, uppers, rights = [], [], [], [], []
+    names: dict[int | tuple[int, int], float] = {}  # of each resource, what its size is in C · size
+    for r in rows:
+        r.assign()
+        r.moves(uniform)
+        r.loads()
+        if all(g.size == 1 for g in r.mix.groups):
+            r.memory()
+        matrix, right, _, most, equal = r.arrays()
+        of = {**dict(enumerate(r.group_rows)), **r.link_rows}
+        names.update({name: -float(matrix[row, r.goal]) for name, row in of.items()})
+        rest = np.setdiff1d(np.arange(len(right)), list(of.values()))
+        most[r.goal] = 0.0  # there is one C for all
+        inside.append(matrix[rest])
+        rights.append(right[rest])
+        loads.append((of, matrix))
+        equals.append(equal)
+        uppers.append(most)
+    count, at = len(rows), {name: i for i, name in enumerate(names)}
+    busy = []
+    for of, matrix in loads:
+        pick = sparse.csr_array((np.ones(len(of)), ([at[n] for n in of], list(of.values()))), shape=(len(at), matrix.shape[0]))
+        busy.append(pick @ matrix)
+    shared = sparse.block_diag([sparse.csr_array(-right[:, None]) for right in rights])
+    ones = sparse.block_diag([np.full((e.shape[0], 1), -1.0) for e in equals])
+    goal = np.array([[-size] for size in names.values()])
+    a = sparse.block_array([
+        [sparse.block_diag(inside), shared, None],
+        [sparse.hstack(busy), None, goal],
+    ]).tocsr()  # fmt: skip
+    e = sparse.block_array([
+        [sparse.block_diag(equals), ones, sparse.csr_array((ones.shape[0], 1))],
+        [None, np.ones((1, count)), None],
+    ]).tocsr()  # fmt: skip
+    b = np.zeros(a.shape[0])
+    f = np.zeros(e.shape[0])
+    f[-1] = 1.0
+    most = np.concatenate((*uppers, np.ones(count), [1.0 + 1e-9]))
+    cost = np.zeros(len(most))
+    cost[-1] = 1.0
+    answer = linprog(
+        cost, A_ub=a, b_ub=b, A_eq=e, b_eq=f, bounds=np.stack((np.zeros(len(most)), most), axis=1), method="highs",
+        options={"time_limit": max(time_limit, 0.01)},
+    )  # fmt: skip
+    if answer.status != 0:
+        return 0.0
+    bound = certified(cost, a, b, e, f, most, np.minimum(answer.ineqlin.marginals, 0.0), np.asarray(answer.eqlin.marginals))
+    return max(0.0, bound * upper)
+
+
 def integer_plan(mix: Mix, upper: float, time_limit: float, gap: float) -> tuple[int, ...] | None:
     """A placement by ``scipy.optimize.milp`` on the same rows with x integral; None if none as good as ``upper`` is found."""
     rows = _Rows(mix, upper)
     rows.assign()
-    rows.moves()
+    rows.moves(rows.uniform())
     rows.loads()
     rows.memory()
     matrix, right, cost, bounds, equal = rows.arrays()

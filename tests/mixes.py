@@ -68,7 +68,7 @@ def random_mix(seed: int, groups: int, *, limited: bool | None = None) -> Mix:
     rows = []
     for _ in range(count):
         row: list[float | None] = [draw.choice([0, 1, 3, 7, 12.5, 20]) + draw.choice([0, 0.25]) for _ in range(groups)]
-        if draw.random() < 0.2:
+        if groups > 1 and draw.random() < 0.2:
             row[draw.randrange(groups)] = None
         rows.append(row)
     one = (draw.choice([0.0, 0.01, 0.05]), draw.choice([0.0, 0.5, 2.0]))
@@ -126,6 +126,58 @@ def random_mix(seed: int, groups: int, *, limited: bool | None = None) -> Mix:
         activation_bytes=activation,
         pins=pins,
     )
+
+
+def layered(seed: int, sizes: tuple[int, ...], overlap: bool, tight: bool) -> Mix:
+    """Layers of one or two kernels whose values go no further than the next layer; inputs and outputs at home; devices that
+    cannot run some kernels; weights, some read in several layers."""
+    draw = random.Random(seed)
+    layers = [layer for layer in range(draw.randint(2, 6)) for _ in range(draw.randint(1, 2))]
+    count, groups = len(layers), len(sizes)
+    rows: list[list[float | None]] = [[draw.choice([0, 1, 3, 7, 12.5, 20]) for _ in range(groups)] for _ in range(count)]
+    for row in rows:
+        if groups > 1 and draw.random() < 0.1:
+            row[draw.randrange(groups)] = None
+    moves = []
+    for k in range(count):
+        near = tuple(j for j in range(k + 1, count) if layers[j] <= layers[k] + 1 and draw.random() < 0.6)
+        if near:
+            moves.append(Move(f"v{k}", draw.choice([0, 500, 4000]), k, near, draw.random() < 0.15))
+        if draw.random() < 0.3:
+            moves.append(Move(f"x{k}", draw.choice([0, 500, 2000]), HOME, (k,)))
+        if draw.random() < 0.3:
+            moves.append(Move(f"y{k}", draw.choice([0, 500, 2000]), k, (), True))
+    residents = tuple(
+        (f"w{k}", draw.randint(1, 10), tuple(sorted(draw.sample(range(count), draw.randint(1, 2)))), draw.random() < 0.1)
+        for k in range(count)
+    )
+    total = sum(r[1] for r in residents)
+    return mix_of(
+        rows,
+        moves,
+        sizes=sizes,
+        memory=[draw.choice([total / 2, total / 1.5, 2.0 * total]) if tight else math.inf for _ in sizes],
+        links={
+            (u, g): (0.001 * draw.choice([1, 2]), draw.choice([0.0, 2.0])) for u, g in itertools.permutations(range(groups), 2)
+        },
+        layers=tuple(layers),
+        blocks=("other",) * count,
+        overlap=overlap,
+        residents=residents,
+        activation_bytes=draw.choice([0, 2]),
+    )
+
+
+def best_split(mix: Mix) -> float:
+    """Of every cut in two stages or more, in every order of any of the devices; infinite where none fits."""
+    layers, best = max(mix.layers) + 1, math.inf
+    for stages in range(2, len(mix.groups) + 1):
+        for order in itertools.permutations(range(len(mix.groups)), stages):
+            for cuts in itertools.combinations(range(1, layers), stages - 1):
+                place = [order[sum(layer >= cut for cut in cuts)] for layer in mix.layers]
+                if mix.allowed[range(len(place)), place].all() and room(mix, footprint(mix, place)):
+                    best = min(best, max(busy(mix, place)))
+    return best
 
 
 # --- the formulas

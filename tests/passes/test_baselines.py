@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.mixes import best_of, mix_of, optimum, random_mix
 
 
 def values(mix):
-    return simple_plans(mix).values(mix, lambda pool: _master(mix, pool)[1])
+    return simple_plans(mix).values(mix, lambda of, pool: _master(of, pool)[1])
 
 
 def test_singles_and_replicas_by_hand():
@@ -106,7 +107,7 @@ def test_no_baseline_beats_the_true_optimum():
 
 def test_mixture_with_replicas_is_a_linear_program():
     for seed in range(40):
-        mix = random_mix(seed, 2, limited=False)
+        mix = replace(random_mix(seed, 2, limited=False), inner={})
         plans = simple_plans(mix)
         found = values(mix)
         for kind in ("layers", "attention-ffn", "prefill-decode"):
@@ -115,6 +116,32 @@ def test_mixture_with_replicas_is_a_linear_program():
                 columns = [resources(mix, worth(mix, p)) for p in pool]
                 expected = best_of(np.array(columns).T)
                 assert found[f"{kind}+replicas"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_members_of_a_group_may_each_have_layers_of_their_own():
+    """Of four layers two go to the fast device; replicas are as fast."""
+    mix = mix_of([[10, 5]] * 4, sizes=[2, 1], layers=(0, 1, 2, 3), blocks=("other",) * 4)
+    found = values(mix)
+    assert found["layers"] == 10
+    assert found["replicas"] == pytest.approx(10)
+    one = mix_of([[10]] * 3, [Move("v", 9000, 1, (2,))], sizes=[2], layers=(0, 1, 2), blocks=("other",) * 3)
+    assert values(one) == {"single:g0": 30, "replicas": 15, "layers": 20, "layers+replicas": 15}
+    assert "layers" not in values(replace(one, inner={}))
+
+
+def test_taking_turns_is_never_slower_than_the_split():
+    """What the planner's pool has of a split over members, in every mix that memory does not bind."""
+    compared = 0
+    for seed in range(150):
+        mix = random_mix(seed, 1 + seed % 3, limited=False)
+        plans = simple_plans(mix)
+        for split in plans.pipelines:
+            assert plans.members is not None
+            turns = plans.taking_turns(split)
+            assert value(mix, turns) <= value(plans.members, split) * (1 + 1e-9) + 1e-9
+            assert turns in set(plans.placements())
+            compared += 1
+    assert compared > 300
 
 
 def test_one_group_and_no_kernels():

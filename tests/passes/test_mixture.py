@@ -175,8 +175,8 @@ def general(seed, count, groups, **options):
 
 
 def scaled(mix: Mix, by: float) -> Mix:
-    links = {pair: (per * by, latency * by) for pair, (per, latency) in mix.links.items()}
-    return replace(mix, times=mix.times * by, links=links)
+    links, inner = ({pair: (per * by, latency * by) for pair, (per, latency) in of.items()} for of in (mix.links, mix.inner))
+    return replace(mix, times=mix.times * by, links=links, inner=inner)
 
 
 sizes_of = st.sampled_from([(1, 1), (1, 2), (2, 3), (1, 1, 1), (2, 1, 1), (1, 1, 2, 1)])

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tessera_compile.catalogue import make_cluster
 from tessera_compile.passes import depend
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
 from tessera_compile.passes.ir import Profile
-from tessera_compile.passes.mix import group_devices, mix_of_graphs, worth
-from tessera_compile.passes.planning import Batches, plan_mix
+from tessera_compile.passes.mix import apart, group_devices, mix_of_graphs, worth
+from tessera_compile.passes.planning import Batches, _plan, plan_mix
 from tests.graphs import cpus, synthetic
+from tests.mixes import best_of, best_split, busy, layered, optimum, placements, random_mix
 
 
 def unlike(memory=(1 << 40, 1 << 40), gb_per_s=1.0):
@@ -107,6 +113,59 @@ def test_the_bound_is_over_all_batches():
     alone = [plan_mix([(Batches({b: part.options[b]}), 1.0)], unlike()) for b in (1, 2, 4)]
     assert plan.bottleneck_us == pytest.approx(min(p.bottleneck_us for p in alone))
     assert plan.bound_us == pytest.approx(min(p.bound_us for p in alone))
+
+
+def test_a_mixture_of_batch_sizes_is_bounded():
+    """Batch 1 is fast on d0 alone and batch 4 on d1: requests split between them would be served at 5 µs and 4 µs together, and
+    the bound knows; of one size for all it proves nothing better than 5 µs."""
+    options = {}
+    for batch, row in {1: [5.0, 100.0], 4: [400.0, 16.0]}.items():
+        ddg = synthetic([], 1, nbytes=[0], reads_input=(), outputs=[])
+        ddg.graph["name"] = "decode"
+        options[batch] = (ddg, profile_of([row]))
+    plan = plan_mix([(Batches(options), 1.0)], unlike())
+    assert plan.batches == (4,)
+    assert plan.bottleneck_us == pytest.approx(1 / (1 / 4 + 1 / 100))  # nearly all on d1, where 4 requests take 16 µs
+    assert plan.bound_us == pytest.approx(1 / (1 / 4 + 1 / 5))
+    assert plan.status == "optimal within the gap for one batch size a phase; the bound is of requests split over several"
+    none = plan_mix([(Batches(options), 1.0)], unlike(), time_limit=0)
+    assert none.status.endswith("(one batch size a phase; requests split over several are not bounded)")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([2, 3]), st.booleans())
+def test_no_mixture_of_batch_sizes_is_below_the_bound(seed, devices, tight):
+    """A phase at batch 1 and 2 and one at 1 and 3; every placement at every choice of sizes."""
+    draw = random.Random(seed)
+    parts, options = [], []
+    for name, large in (("prefill", 2), ("decode", 3)):
+        sizes = {}
+        for batch in (1, large):
+            count = 2
+            weights = {"w": (draw.randint(500, 3000), [draw.randrange(count)])} if tight else {}
+            ddg = synthetic([(0, 1)], count, nbytes=[draw.choice([0, 500, 3000]), 100], weights=weights)
+            ddg.graph.update(name=name, storages={})
+            rows = [[batch ** draw.uniform(0, 1) * draw.choice([2, 5, 9]) for _ in range(devices)] for _ in range(count)]
+            sizes[batch] = (ddg, profile_of(rows))
+        options.append(sizes)
+        parts.append((Batches(sizes), draw.choice([1.0, 4.0])))
+    overlap = draw.random() < 0.5
+    cluster = unlike([draw.choice([4000, 8000]) if tight else 1 << 40] * devices)
+    columns = []
+    for choice in itertools.product(*options):
+        chosen = [(*sizes[b], weight / b) for sizes, b, (_, weight) in zip(options, choice, parts, strict=True)]
+        mix = mix_of_graphs(chosen, cluster, overlap=overlap, state_moves=True, alike=False)
+        columns += [busy(mix, place) for place in placements(mix)]
+    try:
+        plan = plan_mix(parts, cluster, overlap=overlap)
+    except InfeasibleError:
+        assert not columns
+        return
+    best = best_of(np.array(columns).T)
+    assert plan.bound_us <= best * (1 + 1e-9)
+    assert plan.bottleneck_us >= best * (1 - 1e-9)
+    if devices == 2 and not tight:
+        assert plan.bound_us == pytest.approx(best)
 
 
 def test_phases_choose_their_batches_apart():
@@ -222,6 +281,60 @@ def test_identical_devices_split_a_request_where_memory_forbids_replicas():
     assert sorted(both.single.placement.values()) == ["d0", "d1"]
     with pytest.raises(InfeasibleError, match="does not fit"):
         plan_mix([(ddg, 1.0)], cpus(2, memory=3500))
+
+
+def test_pipelines_of_identical_devices_where_memory_forbids_replicas():
+    """Four devices of which two hold the six layers: two pipelines of three layers each are twice as fast as one, and one of four
+    stages has two layers on two of them."""
+    rows = [[10] * 4] * 6
+    ddg = phase("m", rows, nbytes=[0] * 6, weights={f"w{k}": (1000, [k]) for k in range(6)}, reads_input=(), outputs=[])
+    graph = ddg.graph["kernels"]
+    changed = depend(replace(graph, kernels=tuple(replace(k, module=f"layers.{i}") for i, k in enumerate(graph.kernels))))
+    changed.graph.update(name="m", profile=ddg.graph["profile"])
+    cluster = cpus(4, memory=3000, latency_us=0.5)
+    plan = plan_mix([(changed, 1.0)], cluster)
+    assert list(plan.groups) == ["d0", "d1", "d2", "d3"]
+    assert "replicas" not in plan.baselines
+    assert plan.baselines["layers"] == 20
+    assert plan.bottleneck_us == pytest.approx(15)
+    roomy = plan_mix([(changed, 1.0)], cpus(4, latency_us=0.5))
+    assert list(roomy.groups) == ["cpu"]
+    assert roomy.baselines == {"single:cpu": 60, "replicas": 15, "layers": 20, "layers+replicas": 15}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([(2,), (3,), (1, 2), (2, 1)]), st.booleans(), st.booleans())
+def test_never_worse_than_a_split_by_layers_over_the_members(seed, sizes, overlap, tight):
+    mix = layered(seed, sizes, overlap, tight)
+    best = best_split(apart(mix))
+    try:
+        plan = _plan(mix, 20.0, 5e-3)
+    except InfeasibleError:
+        assert math.isinf(best)
+        return
+    assert plan.bottleneck_us <= min([best, *plan.baselines.values()]) * (1 + 1e-9) + 1e-9
+    if math.isfinite(best):
+        assert plan.baselines["layers"] <= best * (1 + (1e-9 if overlap else 1e-3)) + 1e-9
+
+
+def test_the_bound_holds_for_members_apart_and_taking_turns():
+    """Memory binds: neither the mixtures of the group nor those of its members are below it."""
+    apart_won = 0
+    for seed in range(300):
+        mix = random_mix(seed, 1 + seed % 2, limited=True)
+        if len(mix.kernels) > 4 or sum(g.size for g in mix.groups) > 3:
+            continue
+        ends = [best[1] for best in (optimum(mix), optimum(apart(mix))) if best is not None]
+        if not ends:
+            with pytest.raises(InfeasibleError):
+                _plan(mix, 20.0, 5e-3)
+            continue
+        plan = _plan(mix, 20.0, 5e-3)
+        assert plan.bound_us <= min(ends) * (1 + 1e-9) + 1e-9
+        assert plan.bottleneck_us == pytest.approx(min(ends), rel=1e-6, abs=1e-9)
+        assert plan.bottleneck_us <= min(plan.baselines.values(), default=math.inf) * (1 + 1e-9) + 1e-9
+        apart_won += len(plan.groups) > len(mix.groups)
+    assert apart_won > 3
 
 
 def test_pins_to_a_group_hold_where_its_members_are_planned_apart():

@@ -10,14 +10,14 @@ import pytest
 from scipy import sparse
 
 from tessera_compile.passes.mix import HOME, Move, fits, value, worth
-from tessera_compile.passes.relaxation import _Rows, certified, integer_plan, relax
-from tests.mixes import mix_of, optimum, placements, random_mix
+from tessera_compile.passes.relaxation import _Rows, bound_together, certified, integer_plan, relax
+from tests.mixes import best_of, busy, mix_of, optimum, placements, random_mix
 
 
 def rows_of(mix, upper):
     rows = _Rows(mix, upper)
     rows.assign()
-    rows.moves()
+    rows.moves(rows.uniform())
     rows.loads()
     rows.memory()
     return rows
@@ -47,6 +47,34 @@ def test_two_groups_without_memory_are_exact():
         mix = random_mix(seed, 2, limited=False)
         single, mixture = optimum(mix)
         assert relax(mix, single or 1.0).bound == pytest.approx(mixture, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_a_bound_over_several_mixes_is_that_of_their_plans_together(groups):
+    """The mix at another batch size: other times, fewer uses. With two groups and no memory, exact."""
+    exact = 0
+    for seed in range(100):
+        mix = random_mix(seed, groups)
+        draw = np.random.default_rng(seed)
+        times = mix.times * draw.uniform(1, 3, mix.times.shape)
+        other = replace(
+            mix,
+            times=times,
+            counts=mix.counts / 2,
+            moves=tuple(replace(m, bytes=m.bytes * 2, count=m.count / 2) for m in mix.moves),
+        )
+        columns = np.array([busy(m, place) for m in (mix, other) for place in placements(m)]).T
+        if not len(columns) or not columns.max(axis=0).min():
+            continue
+        best = best_of(columns)
+        bound = bound_together([mix, other], 2 * float(columns.max(axis=0).min()))
+        assert bound <= best * (1 + 1e-9)
+        assert bound <= relax(mix, float(columns.max())).bound * (1 + 1e-6) + 1e-9
+        if groups == 2 and all(math.isinf(g.memory) for g in mix.groups):
+            assert bound == pytest.approx(best)
+            exact += 1
+    assert exact > 20 or groups > 2
+    assert bound_together([mix, other], 1e6, time_limit=0) >= 0
 
 
 @pytest.mark.parametrize("groups", [2, 3])
