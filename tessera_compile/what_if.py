@@ -1,9 +1,16 @@
-"""``tessera plan`` and ``tessera advise``: planning from a profile, without running anything."""
+"""``tessera plan``, ``tessera advise`` and ``tessera diff``: planning from a profile, without running anything."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import json
 import math
+import os
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +48,16 @@ def add_parsers(commands: Any) -> None:
     _common(advise, cluster=False)
     advise.set_defaults(run=_advise)
 
+    diff = commands.add_parser(
+        "diff",
+        help="which kernels two saved plans place differently",
+        description="A and B are what `tessera plan --json` or `Plan.save` wrote. Of plans that share the requests, a kernel has "
+        "its shares.",
+    )
+    for name in ("a", "b"):
+        diff.add_argument(name, type=Path, metavar=f"{name.upper()}.json")
+    diff.set_defaults(run=_diff)
+
 
 def _common(parser: argparse.ArgumentParser, cluster: bool = True) -> None:
     if cluster:
@@ -72,6 +89,34 @@ def parse_mix(text: str | None, workloads: list[str]) -> dict[str, float]:
         if not 0 < weights[name.strip()] < math.inf:
             raise OptionsError(f"--mix: {item!r}: the number must be positive")
     return weights
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what C code writes to the standard output: HiGHS has lines of its own there that no option turns off.
+
+    This redirects the descriptor of the whole process, so it is done only while no other Python thread runs, whose output it
+    would drop too.
+    """
+    kept = None
+    if os.name == "posix" and threading.active_count() == 1:
+        with contextlib.suppress(OSError):  # There may be no standard output.
+            kept = os.dup(1)
+    if kept is None:
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    sys.stdout.flush()
+    libc.fflush(None)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        libc.fflush(None)
+        os.dup2(kept, 1)
+        os.close(nowhere)
+        os.close(kept)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -108,10 +153,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     _check(arguments)
     cluster = make_cluster(arguments.cluster)
     mix = _mix(arguments, cluster, arguments.profile)
-    if arguments.policy == "latency":
-        found = fastest_request(mix, time_limit=arguments.time_limit, gap=arguments.gap)
-    else:
-        found = best_mixture(mix, time_limit=arguments.time_limit, gap=arguments.gap)
+    planner = fastest_request if arguments.policy == "latency" else best_mixture
+    with _quiet():
+        found = planner(mix, time_limit=arguments.time_limit, gap=arguments.gap)
     if found.objective == "throughput":
         found = replace(found, other_hardware=same_budget(mix))
     print(found.to_text())
@@ -120,7 +164,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(why(mix, found.single.placement, kernel, device, found.objective))
     if arguments.what_if:
         print("planned again with")
-        print(sensitivity(mix, found))
+        with _quiet():
+            again = sensitivity(mix, found)
+        print(again)
         print("placements that matter most")
         for reason in matter_most(mix, found.single.placement, objective=found.objective):
             print(f"  {reason}")
@@ -144,7 +190,8 @@ def _advise(arguments: argparse.Namespace) -> int:
     cluster = make_cluster(arguments.cluster)
     if arguments.target.endswith(".csv"):
         mix = _mix(arguments, cluster, Path(arguments.target))
-        found = best_mixture(mix, time_limit=limit, gap=arguments.gap)
+        with _quiet():
+            found = best_mixture(mix, time_limit=limit, gap=arguments.gap)
     else:
         if arguments.mix or arguments.phases:
             raise OptionsError("--mix and --phases are for a profile CSV: a model is advised on by itself")
@@ -156,14 +203,55 @@ def _advise(arguments: argparse.Namespace) -> int:
         report = explain(model, Options.make({"cluster": arguments.cluster}))(*args, **kwargs)
         overlap = not arguments.serial
         mix = mix_of_graphs([(g.ddg, g.profile, 1.0) for g in report.graphs], cluster, overlap=overlap)
-        found = plan_mix(
-            [(g.ddg, 1.0) for g in report.graphs],
-            cluster,
-            profiles=[g.profile for g in report.graphs],
-            overlap=overlap,
-            time_limit=limit,
-            gap=arguments.gap,
-        )
+        with _quiet():
+            found = plan_mix(
+                [(g.ddg, 1.0) for g in report.graphs],
+                cluster,
+                profiles=[g.profile for g in report.graphs],
+                overlap=overlap,
+                time_limit=limit,
+                gap=arguments.gap,
+            )
     print(f"advice: {found.recommendation}")
     print(replace(found, other_hardware=same_budget(mix)).to_text())
     return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from .passes.explaining import differences
+
+    (us, objective, here), (other_us, other_objective, there) = (_saved(path) for path in (arguments.a, arguments.b))
+    for path, value, goal in ((arguments.a, us, objective), (arguments.b, other_us, other_objective)):
+        print(f"{path}: {value:.1f} µs, for {goal}")
+    if objective == other_objective and us and other_us:
+        print(f"the second is {us / other_us:.3f}x as fast as the first")
+    found = differences(here, there)
+    print(f"{len(found)} of {len({**here, **there})} kernels are placed differently")
+    width = max(map(len, found), default=0)
+    for kernel, (a, b) in found.items():
+        print(f"  {kernel.ljust(width)}  {a or 'not there'} → {b or 'not there'}")
+    return 0
+
+
+def _saved(path: Path) -> tuple[float, str, dict[str, str]]:
+    """Of a saved plan: its µs, its objective, and where each kernel is: on a device, or on several with their shares."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        placements = saved["placement"] if isinstance(saved["placement"], list) else [saved["placement"]]
+        shares: dict[str, dict[str, float]] = {}
+        for share, placement in zip(saved.get("shares", [1.0]), placements, strict=True):
+            for kernel, device in placement.items():
+                of = shares.setdefault(kernel, {})
+                of[device] = of.get(device, 0.0) + share
+        objective = str(saved["objective"])
+        latency_of_a_plan = objective == "latency" and "makespan_us" in saved
+        us = float(saved["makespan_us" if latency_of_a_plan else "bottleneck_us"])
+    except OSError as error:
+        raise OptionsError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptionsError(f"{path} is no saved plan: give what `tessera plan --json` or `Plan.save` wrote") from error
+    places = {}
+    for kernel, of in shares.items():
+        several = [f"{device} {share:.3f}" for device, share in sorted(of.items())]
+        places[kernel] = next(iter(of)) if len(of) == 1 else ", ".join(several)
+    return us, objective, places

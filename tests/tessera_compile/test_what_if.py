@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 
 import pytest
 
 from tessera_compile.cli import main
+from tessera_compile.passes import mixture
 from tessera_compile.passes.errors import OptionsError
 from tessera_compile.what_if import parse_mix
 from tests.mixes import CENSUS
@@ -154,6 +156,50 @@ def test_parse_mix():
     for text in ("a=", "a=x", "a=0", "a=-1", "a=nan", "a=inf", "a=1,a=2"):
         with pytest.raises(OptionsError, match="--mix"):
             parse_mix(text, ["a"])
+
+
+def test_diff_of_saved_plans(profile, tmp_path, capsys):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    runs(capsys, "plan", profile, *CLUSTER, "--mix", "decode=4,prefill=1", "--json", str(first))
+    assert "0 of 4 kernels are placed differently" in runs(capsys, "diff", str(first), str(first))
+    saved = json.loads(first.read_text())
+    shares, placement = [0.75, 0.25], [{"decode/0": "a", "decode/1": "a"}, {"decode/0": "b", "decode/1": "a"}]
+    first.write_text(json.dumps(saved | {"shares": shares, "placement": placement, "bottleneck_us": 12.0}))
+    second.write_text(json.dumps(saved | {"shares": [1.0], "placement": {"decode/1": "a", "new": "b"}, "bottleneck_us": 10.0}))
+    text = runs(capsys, "diff", str(first), str(second))
+    assert f"{first}: 12.0 µs, for throughput" in text
+    assert "the second is 1.200x as fast as the first" in text
+    assert "2 of 3 kernels are placed differently" in text
+    assert "  decode/0  a 0.750, b 0.250 → not there" in text
+    assert "  new       not there → b" in text
+    runs(capsys, "plan", profile, *CLUSTER, "--policy", "latency", "--json", str(second))
+    assert "as fast" not in runs(capsys, "diff", str(first), str(second))
+
+
+def test_diff_with_bad_files(tmp_path, capsys):
+    assert "No such file" in fails(capsys, "diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    for text in ("{", "[]", '{"placement": 3}', "\udcff"):
+        (tmp_path / "a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert "is no saved plan" in fails(capsys, "diff", str(tmp_path / "a.json"), str(tmp_path / "a.json"))
+
+
+def test_what_the_solver_prints_is_not_seen(profile, capfd, monkeypatch):
+    """C code writes past Python's standard output; what is printed before and after stays."""
+    libc, solve = ctypes.CDLL(None), mixture.best_mixture
+
+    def noisy(*args, **options):
+        libc.puts(b"HighsMipSolverData")
+        return solve(*args, **options)
+
+    monkeypatch.setattr(mixture, "best_mixture", noisy)
+    libc.puts(b"before")
+    assert main(["plan", profile, *CLUSTER]) == 0
+    libc.puts(b"after")
+    libc.fflush(None)
+    text = capfd.readouterr().out
+    assert text.startswith("before\none mix every")
+    assert text.endswith("after\n")
+    assert "Highs" not in text
 
 
 # --- advise
