@@ -90,8 +90,8 @@ class Baselines:
                 result[f"{kind}+replicas"] = mixed(mix, {p: worths[p] for p in [*ready, *singles]})
         if self.members is not None and self.pipelines:
             apiece = {p: worth(self.members, p) for p in self.pipelines}
-            alone = min(float(resources(self.members, of).max(initial=0.0)) for of in apiece.values())
-            result["layers"] = min(alone, result.get("layers", math.inf))
+            least = min(float(resources(self.members, of).max(initial=0.0)) for of in apiece.values())
+            result["layers"] = min(least, result.get("layers", math.inf))
             if singles and time.perf_counter() < deadline:
                 count = len(mix.kernels)
                 whole = [(d,) * count for d, g in enumerate(self.group_of) if (g,) * count in table]

@@ -31,6 +31,7 @@ from .problem import HOME
 
 Placement = tuple[int, ...]
 Slot = Hashable
+Sequences = tuple[dict[Slot, int], dict[Slot, list[Slot]], set[Slot]]
 
 MOST_STEPS = 20_000
 MOST_LAYERS = 128
@@ -52,9 +53,11 @@ def layer_splits(mix: Mix) -> list[Placement]:
     costs = _Costs(mix, depth, count, kinds)
     found: dict[tuple[int, ...], tuple[float, list[tuple[int, int]]]] = {}
 
+    sequences = _sequences(kinds)
+
     def search(limit: float | None) -> float:
         least = math.inf
-        for stages in _search(costs, count, *sequences, limit):
+        for stages in _search(costs, count, sequences, limit):
             us = costs.value(stages)
             used = tuple(sum(d in kind for d, _ in stages) for kind in kinds)
             if len(stages) > 1:
@@ -63,7 +66,6 @@ def layer_splits(mix: Mix) -> list[Placement]:
                     found[used] = us, stages
         return least
 
-    sequences = _sequences(kinds)
     most, least = search(None), 0.0
     while not mix.overlap and costs.home.any() and math.isfinite(most) and most - least > 1e-3 * most:
         limit = (most + least) / 2
@@ -121,7 +123,7 @@ def _kinds(mix: Mix) -> list[list[int]]:
     return kinds
 
 
-def _sequences(kinds: Sequence[Sequence[int]]) -> tuple[dict[Slot, int], dict[Slot, list[Slot]], set[Slot]]:
+def _sequences(kinds: Sequence[Sequence[int]]) -> Sequences:
     """Orders of the devices as paths over slots: the device of each slot, earlier ones first; what may follow; where to start."""
     slots: dict[Slot, int] = {}
     after: dict[Slot, list[Slot]] = {}
@@ -254,24 +256,19 @@ class _Costs:
 
     def value(self, stages: Sequence[tuple[int, int]]) -> float:
         """µs of the costliest stage, and of home with what it moves for others."""
-        devices, ends = [None, *(d for d, _ in stages), None], [0, *(e for _, e in stages)]
-        us = [float(self.of(*devices[i : i + 3])[ends[i], ends[i + 1]]) for i in range(len(stages))]
+        devices, ends = [d for d, _ in stages], [0, *(e for _, e in stages)]
+        neighbours = zip([None, *devices], devices, [*devices[1:], None], strict=False)
+        us = [float(self.of(a, d, b)[ends[i], ends[i + 1]]) for i, (a, d, b) in enumerate(neighbours)]
         if not self.mix.overlap:
             at_home = [u if d == 0 else float(self.home[d, s, e]) for u, (d, e), s in zip(us, stages, ends, strict=False)]
             us.append(sum(at_home))
         return max(us)
 
 
-def _search(
-    costs: _Costs,
-    count: int,
-    slots: dict[Slot, int],
-    after: dict[Slot, list[Slot]],
-    starts: set[Slot],
-    limit: float | None = None,
-) -> Iterable[list[tuple[int, int]]]:
+def _search(costs: _Costs, count: int, sequences: Sequences, limit: float | None) -> Iterable[list[tuple[int, int]]]:
     """For each last device, the stages as (device, end) whose costliest costs least; or, with a ``limit`` that no stage but home
     exceeds, those that cost home least."""
+    slots, after, starts = sequences
     reached: dict[tuple[Slot, Slot | None], np.ndarray] = {}
     came: dict[tuple[Slot, Slot | None], tuple[np.ndarray, np.ndarray]] = {}
     before: dict[Slot, list[Slot | None]] = {slot: [None] if slot in starts else [] for slot in slots}

@@ -317,7 +317,7 @@ def bound_together(mixes: Sequence[Mix], upper: float, time_limit: float = 60.0)
         if all(g.size == 1 for g in r.mix.groups):
             r.memory()
         matrix, right, _, most, equal = r.arrays()
-        of = {**dict(enumerate(r.group_rows)), **r.link_rows}
+        of: dict[int | tuple[int, int], int] = {**dict(enumerate(r.group_rows)), **r.link_rows}
         names.update({name: -float(matrix[row, r.goal]) for name, row in of.items()})
         rest = np.setdiff1d(np.arange(len(right)), list(of.values()))
         most[r.goal] = 0.0  # there is one C for all
