@@ -26,10 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from .layer_splits import layer_splits
-from .mix import Mix, Worth, apart, fits, memory_binds, resources, worth
+from .mix import Mix, Worth, apart, fits, memory_binds, possible, resources, worth
 
 Placement = tuple[int, ...]
 Mixed = Callable[[Mix, Mapping[Placement, Worth]], float]
@@ -103,23 +101,19 @@ class Baselines:
 def simple_plans(mix: Mix) -> Baselines:
     """All the placements of the table above that the pins and the devices allow."""
     size, count = len(mix.groups), len(mix.kernels)
-
-    def possible(placement: Placement, of: Mix = mix) -> bool:
-        return count == 0 or bool(of.allowed[np.arange(count), list(placement)].all())
-
     kinds: dict[str, list[Placement]] = {"single": [(g,) * count for g in range(size)]}
     if size > 1:
         kinds["layers"] = layer_splits(mix)
         kinds["attention-ffn"] = list(_blocks(mix))
         kinds["prefill-decode"] = list(_phases(mix))
-    kept = {kind: tuple(dict.fromkeys(p for p in placements if possible(p))) for kind, placements in kinds.items()}
+    kept = {kind: tuple(dict.fromkeys(p for p in placements if possible(mix, p))) for kind, placements in kinds.items()}
     plans = Baselines({kind: placements for kind, placements in kept.items() if placements or kind == "single"})
     if all(g.size == 1 for g in mix.groups) or not mix.inner or memory_binds(mix):
         return plans
     members = apart(mix)
     group_of = tuple(g for g, group in enumerate(mix.groups) for _ in group.members)
     return replace(
-        plans, members=members, pipelines=tuple(p for p in layer_splits(members) if possible(p, members)), group_of=group_of
+        plans, members=members, pipelines=tuple(p for p in layer_splits(members) if possible(members, p)), group_of=group_of
     )
 
 

@@ -176,6 +176,11 @@ def fits(mix: Mix, of: Worth) -> bool:
     return all(of.memory[g] <= group.memory for g, group in enumerate(mix.groups))
 
 
+def possible(mix: Mix, placement: Sequence[int]) -> bool:
+    """Whether devices and pins allow it."""
+    return bool(mix.allowed[np.arange(len(placement)), list(placement)].all()) if len(placement) else True
+
+
 def memory_binds(mix: Mix) -> bool:
     """Whether some device cannot hold everything: the weights and state of all kernels, and the activations."""
     total = sum(nbytes for _, nbytes, _, _ in mix.residents) + mix.activation_bytes

@@ -5,7 +5,7 @@ while another keeps the other, which is how replicas work. The optimum over all 
 
 1. Where there are few placements (:data:`FEW`) all are tried, and the rest is not needed (:func:`_best_of_all`).
 2. Solve the relaxation (``relaxation.py``): fractions x[k, g] and a certified bound.
-3. Cut plans from the fractions (:func:`_level_plans`): with an order of the groups and a threshold θ ∈ (0, 1], kernel k goes to
+3. Cut plans from the fractions (:func:`level_plans`): with an order of the groups and a threshold θ ∈ (0, 1], kernel k goes to
    the first group whose cumulated fraction reaches θ. Over a θ drawn at random the expected load of each group is that of the
    fractions, and with two groups so is that of each link: then this mixture *is* the optimum.
 4. The simple plans (``baselines.py``) are added, so no mixture of those is better than what comes out.
@@ -21,11 +21,10 @@ The single best plan is sought in the same pool, improved by moves, and for two 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from scipy import sparse
@@ -35,7 +34,8 @@ from .baselines import Baselines, simple_plans
 from .errors import InfeasibleError
 from .ir import format_bytes
 from .latency import fastest_chains, longest_paths, makespan, waits
-from .mix import Mix, Worth, fits, loads_of, memory_binds, resources, worth
+from .mix import Mix, Worth, fits, loads_of, memory_binds, possible, resources, worth
+from .mix_plan import MixPlan, SharedPlan, recommend
 from .problem import HOME
 from .relaxation import integer_plan, relax
 
@@ -43,110 +43,6 @@ Placement = tuple[int, ...]
 
 #: So many placements are tried one by one.
 FEW = 20_000
-
-
-@dataclass(frozen=True)
-class SharedPlan:
-    """One plan of a mixture: ``share`` of the requests, and the group of each kernel."""
-
-    share: float
-    placement: Mapping[str, str]
-    bottleneck_us: float
-
-
-@dataclass(frozen=True)
-class MixPlan:
-    """What the planner decided for a mix.
-
-    bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better.
-    ``single`` is the best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of
-    the mixture serves. baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its
-    busiest link, bytes of memory on a member when all plans are resident).
-    """
-
-    plans: tuple[SharedPlan, ...]
-    whole: tuple[int, ...]
-    single: SharedPlan
-    single_us: float
-    bottleneck_us: float
-    bound_us: float
-    status: str
-    seconds: float
-    groups: Mapping[str, tuple[str, ...]]
-    loads: Mapping[str, tuple[float, float, float]]
-    baselines: Mapping[str, float] = field(default_factory=dict)
-    recommendation: str = ""
-    batches: tuple[int, ...] = ()
-    other_hardware: Mapping[str, float] = field(default_factory=dict)
-    objective: str = "throughput"
-
-    @property
-    def gap(self) -> float:
-        return 0.0 if self.bottleneck_us <= 0 else max(0.0, 1 - self.bound_us / self.bottleneck_us)
-
-    @property
-    def single_gap(self) -> float:
-        return 0.0 if self.single_us <= 0 else max(0.0, 1 - self.bound_us / self.single_us)
-
-    def to_text(self) -> str:
-        what = "one mix every" if self.objective == "throughput" else "one request goes through the mix in"
-        other = "mixture of plans" if self.objective == "throughput" else "placement"
-        lines = [
-            f"{what} {self.bottleneck_us:.1f} µs; no {other} does better than {self.bound_us:.1f} µs "
-            f"(gap {100 * self.gap:.2f} %); {self.status}, {self.seconds:.2f} s",
-        ]
-        for name, us in sorted(self.baselines.items(), key=lambda item: item[1]):
-            ratio = us / self.bottleneck_us if self.bottleneck_us else 1.0
-            lines.append(f"  {name:26} {us:12.1f} µs   ours is {ratio:.3f}x as fast")
-        if self.baselines:
-            name = min(self.baselines, key=lambda n: self.baselines[n])
-            if self.recommendation == "split by kernel" and self.baselines[name] <= self.bottleneck_us * 1.001:
-                lines.append(f"{name} is as good: take it")
-        lines.append(f"advice: {self.recommendation}")
-        for name, us in sorted(self.other_hardware.items(), key=lambda item: item[1]):
-            faster = us < self.bottleneck_us * 0.999
-            ratio = us / self.bottleneck_us if self.bottleneck_us else 1.0
-            end = "would be faster than anything on this cluster" if faster else f"ours is {ratio:.3f}x as fast"
-            lines.append(f"  {name:26} {us:12.1f} µs   {end}")
-        if len(self.plans) > 1:
-            lines.append(f"{len(self.plans)} plans share the requests, {' : '.join(map(str, self.whole))}")
-        for plan in self.plans:
-            counts: dict[str, int] = {}
-            for group in plan.placement.values():
-                counts[group] = counts.get(group, 0) + 1
-            where = ", ".join(f"{n} kernels on {g}" for g, n in counts.items())
-            lines.append(f"  share {plan.share:.3f}: {where}")
-        if self.objective == "throughput":
-            lines.append(f"one plan for all requests: {self.single_us:.1f} µs (gap {100 * self.single_gap:.2f} %)")
-        for name, (compute, transfer, memory) in self.loads.items():
-            size = len(self.groups[name])
-            held = f", memory {format_bytes(memory)} a device" if memory else ""
-            lines.append(
-                f"  {name}{f' x {size}' if size > 1 else ''}: compute {compute:.1f} µs, transfers {transfer:.1f} µs{held}"
-            )
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "bottleneck_us": self.bottleneck_us,
-                "bound_us": self.bound_us,
-                "gap": self.gap,
-                "seconds": self.seconds,
-                "status": self.status,
-                "shares": [plan.share for plan in self.plans],
-                "baselines": dict(self.baselines),
-                "placement": dict(self.plans[0].placement) if len(self.plans) == 1 else [dict(p.placement) for p in self.plans],
-                "requests": list(self.whole),
-                "single": {"bottleneck_us": self.single_us, "gap": self.single_gap, "placement": dict(self.single.placement)},
-                "groups": {name: list(members) for name, members in self.groups.items()},
-                "recommendation": self.recommendation,
-                "batches": list(self.batches),
-                "objective": self.objective,
-                "other_hardware": dict(self.other_hardware),
-            },
-            indent=1,
-        )
 
 
 def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> MixPlan:
@@ -163,7 +59,7 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
 
     def add(placement: Sequence[int]) -> bool:
         key = tuple(int(g) for g in placement)
-        if key in pool or not _possible(mix, key):
+        if key in pool or not possible(mix, key):
             return False
         found = worth(mix, key)
         if not fits(mix, found):
@@ -184,7 +80,7 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
     elif time_limit > 0:
         relaxed = relax(mix, upper or _total(mix), max(0.05, time_limit / 2))
         lower = relaxed.bound
-        for placement in _level_plans(mix, relaxed.x) if relaxed.x is not None else ():
+        for placement in level_plans(mix, relaxed.x) if relaxed.x is not None else ():
             add(placement)
     if not pool:
         for placement in _packed(mix) if every is None else ():
@@ -219,20 +115,20 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
     if time_limit <= 0:
         status = "heuristic: no time to solve"
     whole = whole_shares(mix, [pool[p] for p, _ in shares], [s for _, s in shares])
-    plans = tuple(_named(mix, p, s, pool[p]) for p, s in shares)
+    plans = tuple(named(mix, p, s, pool[p]) for p, s in shares)
     single = worth(mix, best)
     single_us = float(resources(mix, single).max(initial=0.0))
     return MixPlan(
         plans,
         whole,
-        _named(mix, best, 1.0, single),
+        named(mix, best, 1.0, single),
         single_us,
         value,
         bound,
         status,
         time.perf_counter() - started,
         {g.name: g.members for g in mix.groups},
-        _loads(mix, [(p, pool[p], s) for p, s in shares]),
+        loads_by_name(mix, [(pool[p], s) for p, s in shares], _union(mix, [p for p, _ in shares])),
         baselines,
         recommend(baselines, value),
     )
@@ -262,7 +158,7 @@ def _best_of_all(mix: Mix, every: np.ndarray) -> tuple[list[Placement], float]:
         return [], 0.0
     names = [tuple(int(g) for g in place) for place in places]
     scale = float(table.max(axis=0).min()) or 1.0
-    chosen, prices = _shares(table / scale)
+    chosen, prices = best_shares(table / scale)
     bound = 0.0
     if prices.sum() > 0.5:
         cost = (prices / prices.sum()) @ table
@@ -290,7 +186,7 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) ->
 
     def add(placement: Sequence[int]) -> None:
         key = tuple(int(g) for g in placement)
-        if key not in pool and _possible(mix, key) and fits(mix, worth(mix, key)):
+        if key not in pool and possible(mix, key) and fits(mix, worth(mix, key)):
             pool[key] = makespan(mix, key)
 
     for placement in simple.placements():
@@ -311,7 +207,7 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) ->
             if later:
                 bound = max(bound, relaxed.bound)
             if relaxed.x is not None:
-                for placement in _level_plans(mix, relaxed.x):
+                for placement in level_plans(mix, relaxed.x):
                     add(placement)
     every = _every(mix) if time_limit > 0 else None
     proven = False
@@ -345,18 +241,18 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) ->
                 name = f"single:{mix.groups[placement[0]].name}" if kind == "single" else kind
                 baselines[name] = min(baselines.get(name, float("inf")), pool[placement])
     of = worth(mix, best)
-    named = _named(mix, best, 1.0, of)
+    only = named(mix, best, 1.0, of)
     return MixPlan(
-        (named,),
+        (only,),
         (1,),
-        named,
+        only,
         value,
         value,
         bound,
         status,
         time.perf_counter() - started,
         {g.name: g.members for g in mix.groups},
-        _loads(mix, [(best, of, 1.0)]),
+        loads_by_name(mix, [(of, 1.0)], of.memory),
         baselines,
         recommend(baselines, value),
         objective="latency",
@@ -386,21 +282,6 @@ def _hasten(mix: Mix, start: Placement, deadline: float, bound: float) -> Placem
     return tuple(place)
 
 
-def recommend(baselines: Mapping[str, float], value: float, worth_it: float = 0.02) -> str:
-    """ "one device", "replicas" or "split by kernel": the simplest plan within ``worth_it`` of the best."""
-    single = min((us for name, us in baselines.items() if name.startswith("single:")), default=float("inf"))
-    if single <= value * (1 + worth_it):
-        return "one device"
-    if baselines.get("replicas", float("inf")) <= value * (1 + worth_it):
-        return "replicas"
-    return "split by kernel"
-
-
-def _possible(mix: Mix, placement: Placement) -> bool:
-    allowed = mix.allowed
-    return bool(allowed[np.arange(len(placement)), list(placement)].all()) if placement else True
-
-
 def _total(mix: Mix) -> float:
     """µs that no plan exceeds: every kernel where it is slowest, every value moved to every group."""
     slowest = np.where(mix.allowed, mix.times, 0.0).max(axis=1, initial=0.0)
@@ -411,7 +292,7 @@ def _total(mix: Mix) -> float:
 # -- plans from fractions
 
 
-def _level_plans(mix: Mix, x: np.ndarray, most: int = 400) -> list[Placement]:
+def level_plans(mix: Mix, x: np.ndarray, most: int = 400) -> list[Placement]:
     """All distinct threshold plans of the fractions, for each order of the groups (a sample where there are many)."""
     size = len(mix.groups)
     orders: list[tuple[int, ...]]
@@ -497,7 +378,7 @@ def _packed(mix: Mix) -> list[Placement]:
 # -- the master program
 
 
-def _shares(table: np.ndarray) -> tuple[list[tuple[int, float]], np.ndarray]:
+def best_shares(table: np.ndarray) -> tuple[list[tuple[int, float]], np.ndarray]:
     """Minimise C with Σ λ_p load(p) ≤ C, Σ λ = 1: (column, λ) of those used, and the prices of the resources, which sum to 1."""
     count = table.shape[1]
     cost = np.zeros(count + 1)
@@ -515,7 +396,7 @@ def _master(mix: Mix, pool: Mapping[Placement, Worth]) -> tuple[list[tuple[Place
     names = list(pool)
     table = np.stack([resources(mix, pool[p]) for p in names], axis=1)
     scale = float(table.max(axis=0).min()) or 1.0
-    used, prices = _shares(table / scale)
+    used, prices = best_shares(table / scale)
     chosen = [(names[i], share) for i, share in used]
     if not chosen or not _union_fits(mix, [p for p, _ in chosen]):
         chosen = _master_with_memory(mix, names, table / scale)
@@ -589,7 +470,7 @@ def _master_with_memory(
         resident = answer.x[count + 1 :] > 0.5
         ready = np.flatnonzero(~(np.array(wanted).reshape(len(wanted), count) & ~resident[:, None]).any(axis=0))
         if len(ready):
-            chosen = [(names[int(ready[i])], share) for i, share in _shares(table[:, ready])[0]]
+            chosen = [(names[int(ready[i])], share) for i, share in best_shares(table[:, ready])[0]]
             if chosen and _union_fits(mix, [p for p, _ in chosen]):
                 return chosen
     return [(names[int(table.max(axis=0).argmin())], 1.0)]
@@ -753,7 +634,7 @@ def _exact(mix: Mix, start: Placement, bound: float, gap: float, deadline: float
         return start
     left = deadline - time.perf_counter()
     found = integer_plan(mix, value, min(left, 5.0), gap / 4) if left > 0.05 else None
-    if found is not None and _possible(mix, found):
+    if found is not None and possible(mix, found):
         w = worth(mix, found)
         if fits(mix, w) and float(resources(mix, w).max()) < value:
             return found
@@ -783,19 +664,19 @@ def whole_shares(mix: Mix, worths: Sequence[Worth], shares: Sequence[float], mos
     return best[1]
 
 
-def _named(mix: Mix, placement: Placement, share: float, of: Worth) -> SharedPlan:
+def named(mix: Mix, placement: Placement, share: float, of: Worth, batches: tuple[int, ...] = ()) -> SharedPlan:
     names = {k: mix.groups[g].name for k, g in zip(mix.kernels, placement, strict=True)}
-    return SharedPlan(share, names, float(resources(mix, of).max(initial=0.0)))
+    return SharedPlan(share, names, float(resources(mix, of).max(initial=0.0)), batches)
 
 
-def _loads(mix: Mix, chosen: Sequence[tuple[Placement, Worth, float]]) -> dict[str, tuple[float, float, float]]:
+def loads_by_name(mix: Mix, chosen: Sequence[tuple[Worth, float]], memory: np.ndarray) -> dict[str, tuple[float, float, float]]:
+    """``MixPlan.loads`` of plans with their shares; ``memory`` is bytes on a member of each group."""
     found = {}
-    memory = _union(mix, [p for p, _, _ in chosen])
     sizes = np.array([g.size for g in mix.groups], dtype=float)
     pairs = np.outer(sizes, sizes)
     for g, group in enumerate(mix.groups):
-        compute = sum(s * w.compute[g] for _, w, s in chosen) / group.size
-        link = sum((s * w.link for _, w, s in chosen), np.zeros((len(mix.groups),) * 2)) / pairs
+        compute = sum(s * w.compute[g] for w, s in chosen) / group.size
+        link = sum((s * w.link for w, s in chosen), np.zeros((len(mix.groups),) * 2)) / pairs
         transfer = max(link[g].max(initial=0.0), link[:, g].max(initial=0.0))
         found[group.name] = (float(compute), float(transfer), float(memory[g]))
     return found

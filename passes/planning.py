@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
+import numpy as np
 
+from .batching import mix_batches
 from .cluster import Cluster
 from .errors import InfeasibleError, PlanError
 from .ir import Profile
 from .mix import Mix, apart, group_devices, memory_binds, mix_of_graphs
-from .mixture import MixPlan, best_mixture, recommend
+from .mix_plan import MixPlan, recommend
+from .mixture import best_mixture
 from .partitioning import matching
-from .relaxation import bound_together
+from .relaxation import relax_together
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,9 @@ def plan_mix(
 
     Identical devices form one group whose members serve different requests; where memory forbids that, each is planned for alone.
 
-    With several batch sizes the plan uses one for each phase, while ``bound_us`` holds for mixtures in which each request may be
-    served at another size, of those for which a plan fits; there it relaxes memory (``relaxation.py: bound_together``).
+    With several batch sizes ``bound_us`` holds for mixtures in which each request may be served at another size, of those for
+    which a plan fits; it relaxes memory (``relaxation.py: relax_together``). The plan is such a mixture where that is better and
+    memory holds the weights of all sizes on every device (``batching.py``), else it has one size a phase.
 
     Raises:
         InfeasibleError: no plan fits into memory, for no batch size; it names what is biggest.
@@ -88,42 +92,60 @@ def plan_mix(
             raise PlanError('a graph of the mix has no profile: pass profiles=, or set ddg.graph["profile"]')
         phases.append({1: (part, profile)})
     started = time.perf_counter()
-    best: MixPlan | None = None
     refused: InfeasibleError | None = None
     choices = list(itertools.product(*(sorted(options) for options in phases)))
-    mixes, bounds = [], []
+    mixes: dict[tuple[int, ...], Mix] = {}
+    plans: dict[tuple[int, ...], MixPlan] = {}
 
     def left(shares: int) -> float:
         return max(0.0, time_limit - (time.perf_counter() - started)) / shares
 
-    for number, choice in enumerate(choices):
-        chosen = [(*options[b], weight / b) for options, b, (_, weight) in zip(phases, choice, parts, strict=True)]
-        mix = _mix(chosen, cluster, pins or {}, overlap, inflight, state == "moves", alike)
+    def mix_of(chosen: Sequence[tuple[nx.DiGraph, Profile, float]]) -> Mix:
+        return _mix(chosen, cluster, pins or {}, overlap, inflight, state == "moves", alike)
+
+    for number, sizes in enumerate(choices):
+        mix = mix_of([(*options[b], weight / b) for options, b, (_, weight) in zip(phases, sizes, parts, strict=True)])
         try:
             plan = _plan(mix, left(len(choices) - number + (len(choices) > 1)), gap)
         except InfeasibleError as error:
             refused = error
             continue
-        plan = replace(plan, batches=tuple(choice))
-        mixes.append(mix)
-        bounds.append(plan.bound_us)
-        if best is None or plan.bottleneck_us < best.bottleneck_us:
-            best = plan
-    if best is None:
+        each = tuple(replace(p, batches=sizes) for p in plan.plans)
+        mixes[sizes], plans[sizes] = mix, replace(plan, plans=each, single=replace(plan.single, batches=sizes), batches=sizes)
+    if not plans:
         assert refused is not None
         raise refused
-    alone = replace(best, **_proven(best, min(bounds), gap))  # of plans that use one batch size a phase
-    if len(mixes) > 1:
-        bound = bound_together(mixes, best.bottleneck_us, left(1)) if time_limit > 0 and best.bottleneck_us > 0 else 0.0
-        best = replace(alone, **_proven(alone, bound, gap))
+    best = min(plans.values(), key=lambda plan: plan.bottleneck_us)
+    best = replace(best, **_proven(best, min(plan.bound_us for plan in plans.values()), gap))
+    if len(plans) > 1:
+        bound, fractions = 0.0, list[np.ndarray | None]()
+        if time_limit > 0 and best.bottleneck_us > 0:
+            bound, fractions = relax_together(list(mixes.values()), best.bottleneck_us, left(1))
         if not bound:
-            what = "requests split over several are not bounded"
-            best = replace(alone, status=f"{alone.status} (one batch size a phase; {what})")
-        elif alone.status.startswith("optimal") and not best.status.startswith("optimal"):
-            best = replace(best, status=f"{alone.status} for one batch size a phase; the bound is of requests split over several")
-    else:
-        best = alone
+            what = "one batch size a phase; requests split over several are not bounded"
+            best = replace(best, status=f"{best.status} ({what})")
+        elif best.bottleneck_us - bound <= max(gap, 1e-9) * best.bottleneck_us:
+            best = replace(best, **_proven(best, bound, gap))
+        else:
+            every = [(*options[b], 1.0) for options in phases for b in sorted(options)]
+            best = mix_batches(mixes, plans, fractions, mix_of(every), {sizes: _positions(phases, sizes) for sizes in plans})
+            best = replace(best, bound_us=min(bound, best.bottleneck_us))
+            close = best.bottleneck_us - bound <= max(gap, 1e-9) * best.bottleneck_us
+            best = replace(best, status="optimal within the gap" if close else "heuristic")
     return replace(best, seconds=time.perf_counter() - started)
+
+
+def _positions(phases: Sequence[Mapping[int, tuple[nx.DiGraph, Profile]]], sizes: Sequence[int]) -> list[int]:
+    """Where the kernels of a mix at these batch sizes are in the mix of the graphs of all sizes, phase by phase."""
+    found: list[int] = []
+    start = 0
+    for options, chosen in zip(phases, sizes, strict=True):
+        for b in sorted(options):
+            count = len(options[b][0].graph["kernels"].kernels)
+            if b == chosen:
+                found += range(start, start + count)
+            start += count
+    return found
 
 
 def _proven(plan: MixPlan, bound: float, gap: float) -> dict[str, Any]:

@@ -291,10 +291,10 @@ class _Rows:
         return x, max(bound, 0.0), prices, links
 
 
-def bound_together(mixes: Sequence[Mix], upper: float, time_limit: float = 60.0) -> float:
+def relax_together(mixes: Sequence[Mix], upper: float, time_limit: float = 60.0) -> tuple[float, list[np.ndarray | None]]:
     """A bound, in µs of one mix, on every mixture of plans of several mixes that do the same work on the same groups in other
-    ways: a phase at several batch sizes. 0 where the solver has not come to an end; ``upper`` (above 0) is the value of some
-    plan.
+    ways: a phase at several batch sizes. And the fractions x[k, g] of each mix, None of one that serves nothing. 0 and none where
+    the solver has not come to an end; ``upper`` (above 0) is the value of some plan.
 
     With s[i] the share of the requests that mix i serves, v[i] its variables, A v ≤ b, E v = 1 its rows but those of the loads:
 
@@ -317,7 +317,8 @@ def bound_together(mixes: Sequence[Mix], upper: float, time_limit: float = 60.0)
         if all(g.size == 1 for g in r.mix.groups):
             r.memory()
         matrix, right, _, most, equal = r.arrays()
-        of: dict[int | tuple[int, int], int] = {**dict(enumerate(r.group_rows)), **r.link_rows}
+        of: dict[int | tuple[int, int], int] = dict(enumerate(r.group_rows))
+        of.update(r.link_rows)
         names.update({name: -float(matrix[row, r.goal]) for name, row in of.items()})
         rest = np.setdiff1d(np.arange(len(right)), list(of.values()))
         most[r.goal] = 0.0  # there is one C for all
@@ -353,9 +354,14 @@ def bound_together(mixes: Sequence[Mix], upper: float, time_limit: float = 60.0)
         options={"time_limit": max(time_limit, 0.01)},
     )  # fmt: skip
     if answer.status != 0:
-        return 0.0
+        return 0.0, [None] * count
     bound = certified(cost, a, b, e, f, most, np.minimum(answer.ineqlin.marginals, 0.0), np.asarray(answer.eqlin.marginals))
-    return max(0.0, bound * upper)
+    shares = answer.x[-1 - count : -1]
+    fractions: list[np.ndarray | None] = []
+    for r, share, start in zip(rows, shares, np.cumsum([0, *map(len, uppers)]), strict=False):
+        x = answer.x[start : start + r.count * r.size].reshape(r.count, r.size)
+        fractions.append(x / share if share > 1e-9 else None)
+    return max(0.0, bound * upper), fractions
 
 
 def integer_plan(mix: Mix, upper: float, time_limit: float, gap: float) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ import pytest
 from scipy import sparse
 
 from tessera_compile.passes.mix import HOME, Move, fits, value, worth
-from tessera_compile.passes.relaxation import _Rows, bound_together, certified, integer_plan, relax
+from tessera_compile.passes.relaxation import _Rows, certified, integer_plan, relax, relax_together
 from tests.mixes import best_of, busy, mix_of, optimum, placements, random_mix
 
 
@@ -67,14 +67,16 @@ def test_a_bound_over_several_mixes_is_that_of_their_plans_together(groups):
         if not len(columns) or not columns.max(axis=0).min():
             continue
         best = best_of(columns)
-        bound = bound_together([mix, other], 2 * float(columns.max(axis=0).min()))
+        bound, fractions = relax_together([mix, other], 2 * float(columns.max(axis=0).min()))
+        for x in fractions:
+            assert x is None or x.sum(axis=1) == pytest.approx(1)
         assert bound <= best * (1 + 1e-9)
         assert bound <= relax(mix, float(columns.max())).bound * (1 + 1e-6) + 1e-9
         if groups == 2 and all(math.isinf(g.memory) for g in mix.groups):
             assert bound == pytest.approx(best)
             exact += 1
     assert exact > 20 or groups > 2
-    assert bound_together([mix, other], 1e6, time_limit=0) >= 0
+    assert relax_together([mix, other], 1e6, time_limit=0)[0] >= 0
 
 
 @pytest.mark.parametrize("groups", [2, 3])
