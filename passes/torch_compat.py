@@ -109,6 +109,15 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_on(value: Any, device: torch.device) -> Any:
+    """The fake tensor ``value`` as if it lay on ``device``, which need not exist: the same mode, symbolic sizes and storage."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    with torch.no_grad(), in_kernel_invocation_manager(value.fake_mode):
+        shell = torch.ops.aten.alias.default(value)  # A plain meta tensor on the fake one's storage.
+    return FakeTensor(value.fake_mode, shell, device)
+
+
 def fake_propagate(gm: fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any) -> None:
     """Fills ``meta["val"]`` of every node by running ``gm`` on fake copies of ``example_inputs``."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp

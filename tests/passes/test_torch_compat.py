@@ -217,3 +217,17 @@ def test_ptx_of_a_cached_triton_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert torch_compat.triton_ptx(digest, "k", 0) == ".version 8.7"
     assert torch_compat.triton_ptx(digest, "other", 0) is None
+
+
+def test_fake_on_keeps_mode_storage_and_view():
+    base = torch_compat.new_fake_mode().from_tensor(torch.ones(3, 4))
+    view = base.t()[1:]
+    for device in ("cuda:1", "meta", "cpu"):
+        moved = torch_compat.fake_on(view, torch.device(device))
+        assert moved.device == torch.device(device)
+        assert (moved.shape, moved.stride(), moved.storage_offset()) == (view.shape, view.stride(), view.storage_offset())
+        assert moved.fake_mode is base.fake_mode
+        assert torch_compat.storage_key(moved) == torch_compat.storage_key(base)
+        with base.fake_mode:
+            assert (moved + 1).device == torch.device(device)
+    assert torch_compat.fake_on(base.to(torch.complex64).conj(), torch.device("cuda:0")).is_conj()
