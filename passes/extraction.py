@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 from . import torch_compat
 from .errors import LoweringError
 from .ir import KernelGraph
+from .retargeting import retargeted
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ def extract(graph: KernelGraph, kernels: Iterable[str], outputs: Sequence[str]) 
     new.output(tuple(copies[position[name][1]] for name in outputs))
     module = fx.GraphModule(original, new)
     return Piece(module, tuple(inputs), tuple(outputs), tuple(sorted(written)), _key(module))
+
+
+def moved(piece: Piece, source: torch.device, target: torch.device) -> Piece:
+    """The piece lowered for another device than the one that its graph was traced for."""
+    module = retargeted(piece.module, source, target)
+    return replace(piece, module=module, key=_key(module))
 
 
 def _positions(graph: KernelGraph) -> dict[str, tuple[int, fx.Node]]:

@@ -34,7 +34,8 @@ class LocalMemory:
         values = raw.view(UNSIGNED[size])[..., 0]
         if bad.any():
             return Partial(values, bad)
-        return values[:1, :1] if (values == values[0, 0]).all() else values
+        same: Array = values[:1, :1] if (values == values[0, 0]).all() else values
+        return same
 
     def write(self, offset: Array, size: int, value: Value, mask: Array) -> None:
         """Store in the threads of the mask."""

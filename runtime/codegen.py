@@ -18,7 +18,7 @@ from torch import fx
 
 from ..passes import torch_compat
 from ..passes.errors import FallbackError, TesseraWarning
-from ..passes.extraction import Piece, extract
+from ..passes.extraction import Piece, extract, moved
 from ..passes.ir import KernelGraph
 from ..passes.operators import RESHAPING_SCATTER, SCATTER, is_free, packet
 from .philox import inductor_randint, inductor_random, inductor_seeds
@@ -55,11 +55,15 @@ class Codegen:
         self.artefacts: dict[str, Boxed] = {}
         self.fallbacks: dict[str, str] = {}
         # With each piece its graph, so that the identity in the key stays taken.
-        self._pieces: dict[tuple[int, tuple[str, ...], tuple[str, ...]], tuple[KernelGraph, Piece]] = {}
+        self._pieces: dict[Any, tuple[KernelGraph, Piece]] = {}
         self._lock = threading.RLock()
 
-    def compile(self, graph: KernelGraph, kernels: Sequence[str], outputs: Sequence[str]) -> Compiled:
+    def compile(
+        self, graph: KernelGraph, kernels: Sequence[str], outputs: Sequence[str], device: torch.device | None = None
+    ) -> Compiled:
         """Makes ``kernels`` callable, returning ``outputs``.
+
+        device: the GPU that runs them, by default the one that the graph was traced for.
 
         An operator that Inductor cannot compile runs eagerly: its kernel is compiled alone, fails, and is interpreted, while
         the others of the segment are still compiled.
@@ -68,18 +72,24 @@ class Codegen:
             FallbackError: under ``strict``, with Inductor's error as cause.
         """
         with self._lock:
-            asked = (id(graph), tuple(kernels), tuple(outputs))
+            asked = (id(graph), tuple(kernels), tuple(outputs), device)
             if asked not in self._pieces:
-                self._pieces[asked] = (graph, extract(graph, kernels, outputs))
+                piece = extract(graph, kernels, outputs)
+                home = traced_device(graph)
+                if device is not None and home is not None and device != home:
+                    piece = moved(piece, home, device)
+                self._pieces[asked] = (graph, piece)
             piece = self._pieces[asked][1]
             call = self.artefacts.get(piece.key)
             if call is None:
-                call, codegen = self._make(graph, piece, kernels)
+                call, codegen = self._make(graph, piece, kernels, device)
                 if codegen != "chain":  # A chain names kernels of this graph; an equal piece of another layer cannot use it.
                     self.artefacts[piece.key] = call
             return Compiled(call, piece.inputs, piece.outputs, piece.writes, self.codegen)
 
-    def _make(self, graph: KernelGraph, piece: Piece, kernels: Sequence[str]) -> tuple[Boxed, str]:
+    def _make(
+        self, graph: KernelGraph, piece: Piece, kernels: Sequence[str], device: torch.device | None
+    ) -> tuple[Boxed, str]:  # fmt: skip
         if self.codegen == "eager":
             return eager_call(piece.module), "eager"
         if self.codegen == "null":
@@ -90,7 +100,7 @@ class Codegen:
         if _inductor_loses(piece.module):
             # Kernel by kernel nothing is lost; a single kernel that does both runs uncompiled.
             if len(kernels) > 1:
-                return self._chain(graph, piece, kernels), "chain"
+                return self._chain(graph, piece, kernels, device), "chain"
             return eager_call(piece.module), "eager"
         try:
             return torch_compat.inductor_compile_segment(_copy(piece.module), fakes, self.threads), "inductor"
@@ -101,7 +111,7 @@ class Codegen:
                     len(kernels),
                     first_line(error),
                 )
-                return self._chain(graph, piece, kernels), "chain"
+                return self._chain(graph, piece, kernels, device), "chain"
             kernel = graph[kernels[0]]
             message = (
                 f"kernel {kernel.name} ({', '.join(kernel.nodes[:3])}) does not compile and runs eagerly: {first_line(error)}"
@@ -113,9 +123,9 @@ class Codegen:
                 warnings.warn(message, TesseraWarning, stacklevel=2)
             return eager_call(piece.module), "eager"
 
-    def _chain(self, graph: KernelGraph, piece: Piece, kernels: Sequence[str]) -> Boxed:
+    def _chain(self, graph: KernelGraph, piece: Piece, kernels: Sequence[str], device: torch.device | None) -> Boxed:
         needed = {v for k in kernels for v in graph[k].inputs} | set(piece.outputs)
-        links = [self.compile(graph, [k], [v for v in graph[k].outputs if v in needed]) for k in kernels]
+        links = [self.compile(graph, [k], [v for v in graph[k].outputs if v in needed], device) for k in kernels]
 
         def call(args: list[Any]) -> list[Any]:
             env = dict(zip(piece.inputs, args, strict=True))
@@ -125,6 +135,15 @@ class Codegen:
             return [env[name] for name in piece.outputs]
 
         return call
+
+
+def traced_device(graph: KernelGraph) -> torch.device | None:
+    """The GPU that the graph was traced for; None where it names none."""
+    for node in graph.module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return torch.device("cuda", value.device.index or 0)
+    return None
 
 
 def first_line(error: BaseException) -> str:

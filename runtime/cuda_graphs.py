@@ -9,14 +9,15 @@ memory is a private pool.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..passes import torch_compat
-from .cuda_lanes import ISSUING, CudaLaneExecutor
+from .cuda_lanes import ISSUING, CudaLaneExecutor, asks_the_host
 from .replicas import overlaps, own_copy
+from .segment_graphs import apart_from_slot
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class _Captured:
     outputs: list[Any]
     backs: tuple[str, ...]
     watched: tuple[Any, ...]  # tensors whose addresses are baked in, kept alive
-    last: torch.cuda.Event | None = None  # behind the latest replay and the copies of its outputs
+    held: list[int]  # addresses of the replicas
 
 
 class GraphedExecutor:
@@ -47,6 +48,7 @@ class GraphedExecutor:
         self.reasons: dict[str, str] = {}
         self.replays = 0
         self._captured: dict[Any, _Captured | None] = {}
+        self._last: torch.cuda.Event | None = None  # behind the latest replay and the copies of its outputs
         graph = inner.graph
         self._static = tuple(v for v in graph.inputs if graph.resident(v))
         aliases = [s for s in graph.output_storages if s is not None and s in graph.inputs]
@@ -55,10 +57,8 @@ class GraphedExecutor:
             self._never = f"an output is a view of input {aliases[0]}"
         elif any(k.effect for k in graph.kernels):
             self._never = "a kernel has effects"
-        elif any(_asks_the_host(node) for node in graph.module.graph.nodes):
+        elif any(asks_the_host(node) for node in graph.module.graph.nodes):
             self._never = "the host needs a value that is computed on the GPU"
-        elif any(inner.replicas.values()):
-            self._never = "state is replicated between lanes, and its versions are checked on each call"
 
     # what callers of either executor look at
     @property
@@ -70,8 +70,8 @@ class GraphedExecutor:
         return self.inner.program
 
     @property
-    def pace(self) -> None:
-        return None
+    def pace(self) -> Any:
+        return self.inner.pace
 
     def __call__(self, args: list[Any]) -> list[Any]:
         if self._never:
@@ -84,17 +84,21 @@ class GraphedExecutor:
         if reason:
             self.reasons.setdefault(reason, reason)
             return self.inner(args)
-        key = self._key(inputs)
         with ISSUING:
+            current = torch.cuda.current_stream(self.inner.lanes[self.inner.home].device)
+            if self._last is not None:  # static buffers, replicas and links are one request's at a time, whoever calls
+                current.wait_event(self._last)
+            key = self._key(inputs)
             if key not in self._captured:
                 self._captured[key] = None  # the first call compiles, tunes and loads
                 while len(self._captured) > MOST_GRAPHS:
                     self._captured.pop(next(iter(self._captured)))
                 return self.inner(args)
             found = self._captured.pop(key)
-            if found is None:
+            held, written = self.inner.bring(inputs)
+            if found is None or [t.data_ptr() for t in held.values()] != found.held:
                 try:
-                    found = self._capture(inputs)
+                    found = self._capture(inputs, held)
                 except Exception as error:
                     self._never = (
                         f"it cannot be captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -104,7 +108,7 @@ class GraphedExecutor:
                     return self.inner(args)
             self._captured[key] = found  # most recently used last
             args.clear()
-            return self._replay(found, inputs)
+            return self._replay(found, inputs, written)
 
     def _unfit(self, inputs: dict[str, Any]) -> str:
         """Why these inputs cannot be copied into static buffers; empty where they can."""
@@ -127,7 +131,7 @@ class GraphedExecutor:
                 parts.append((value.shape, value.stride(), value.dtype, value.device))
         return tuple(parts)
 
-    def _capture(self, inputs: dict[str, Any]) -> _Captured:
+    def _capture(self, inputs: dict[str, Any], held: dict[tuple[int, str], torch.Tensor]) -> _Captured:
         inner = self.inner
         home = inner.lanes[inner.home].device
         current = torch.cuda.current_stream(home)
@@ -142,19 +146,19 @@ class GraphedExecutor:
         # A failed capture must not have changed anything: capturing enqueues nothing, so state is as it was.
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-                outputs = inner.issue(dict(static))
+                outputs = inner.issue(dict(static), held)
         except BaseException:
             torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
             raise
         current.wait_stream(stream)
         backs = tuple(n for n in inner.graph.mutated if n in copied)
-        watched = tuple(v for n, v in tensors.items() if n in self._static)
-        return _Captured(graph, static, copied, outputs, backs, watched)
+        watched = (*(v for n, v in tensors.items() if n in self._static), *held.values())
+        return _Captured(graph, static, copied, outputs, backs, watched, [t.data_ptr() for t in held.values()])
 
-    def _replay(self, found: _Captured, inputs: dict[str, Any]) -> list[Any]:
+    def _replay(
+        self, found: _Captured, inputs: dict[str, Any], written: Sequence[tuple[int, str, int]]
+    ) -> list[Any]:  # fmt: skip
         current = torch.cuda.current_stream(self.inner.lanes[self.inner.home].device)
-        if found.last is not None:  # the static buffers are one request's at a time, on whichever streams callers are
-            current.wait_event(found.last)
         for name in found.copied:
             found.inputs[name].copy_(inputs[name], non_blocking=True)
         found.graph.replay()
@@ -162,38 +166,11 @@ class GraphedExecutor:
             inputs[name].copy_(found.inputs[name], non_blocking=True)
         self.replays += 1
         self.inner.runs += 1
-        copies = _clones(found.outputs)
-        found.last = current.record_event()
+        copies = apart_from_slot(found.outputs)
+        self._last = current.record_event()
+        self.inner.mark(written, inputs)
         given = iter(copies)
         graph = self.inner.graph
         return [
             literal if name is None else next(given) for name, literal in zip(graph.outputs, self.inner.literals, strict=True)
         ]
-
-
-def _asks_the_host(node: torch.fx.Node) -> bool:
-    return node.target is torch.ops.aten._local_scalar_dense.default or torch_compat.has_unbacked(node.meta.get("val"))
-
-
-def _clones(outputs: list[Any]) -> list[Any]:
-    """Fresh copies; outputs that share storage share it in the copies too."""
-    fresh: dict[int, torch.Tensor] = {}
-    result = []
-    for output in outputs:
-        if not isinstance(output, torch.Tensor):
-            result.append(output)
-            continue
-        storage = output.untyped_storage()
-        key = storage.data_ptr()
-        whole = output.numel() * output.element_size() == storage.nbytes()
-        sharing = sum(isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() == key for o in outputs) > 1
-        if whole and not sharing:
-            result.append(output.clone(memory_format=torch.preserve_format))
-            continue
-        if key not in fresh:
-            raw = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage)
-            fresh[key] = raw.clone()
-        copy = torch.empty(0, dtype=output.dtype, device=output.device)
-        copy.set_(fresh[key].untyped_storage(), output.storage_offset(), output.shape, output.stride())
-        result.append(copy)
-    return result

@@ -1,35 +1,40 @@
 """Runs a :class:`Program` on CUDA lanes: GPUs, or slices of one.
 
-One host thread issues the instructions of all lanes, each into its lane's streams; nothing waits for the GPU. Order between
-lanes is made by events alone, where the program says so: a send records one behind what made the value, a receive lets the
-lane's copy stream wait for it, copies into storage that the lane owns, and lets the compute stream wait for the copy. The
-caller's current stream is the fork and the join: every lane starts behind what was enqueued there, and what the caller
-enqueues next starts behind every lane.
+One host thread issues the instructions of all lanes, each into its lane's stream; nothing waits for the GPU. Order between
+lanes is made by events alone, where the program says so: a send records one behind what made the value, and a receive copies
+behind it on the link between the two lanes (``transports.py``), into storage that the receiver owns; the receiver's kernels
+wait for the copy. The caller's current stream is the fork and the join: every lane starts behind what was enqueued there, and
+what the caller enqueues next starts behind every lane.
 
 Memory: a tensor belongs to the stream that it was allocated on. Where another stream uses it, ``record_stream`` tells the
 allocator, so it is not handed out before that use is done. What a lane overwrites in place (state, and its replicas) first
 waits for the copies that still read it.
 
 On one GPU lanes share weights and constants, which nobody writes; state that a lane writes is replicated there too, since the
-program orders only what it says.
+program orders only what it says. Another GPU has replicas of all that its kernels read, and segments lowered for it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..passes import torch_compat
+from ..passes.cluster import Cluster
 from ..passes.errors import ProgramError
-from ..passes.ir import Free, Hold, KernelGraph, Out, Program, Recv, Run, Send, Signal, Wait, segment_values
+from ..passes.ir import Free, Hold, KernelGraph, Out, Profile, Program, Recv, Run, Send, Signal, Wait, segment_values
 from .codegen import Codegen, Compiled, constants, lookup
 from .cpu_lanes import literal_outputs, outputs_apart, poison_tensor
+from .cuda_pacing import CudaPace
 from .cuda_streams import LaneStreams, lane_streams
-from .replicas import Replica, Sighting, at_exit, own_copy, sight
+from .replicas import Replica, Sighting, at_exit, overlaps, sight
+from .segment_graphs import Slot, apart_from_slot
+from .transports import Link, make_link, used_on
 
 ISSUING = threading.RLock()
 """Held while anything is enqueued on streams of lanes: executors share them, and a capture takes in what others enqueue."""
@@ -59,7 +64,9 @@ class _Issue:
     seen: dict[str, Sighting]
     mail: dict[tuple[int, int, str], _Posted] = field(default_factory=dict)
     reading: list[dict[str, list[torch.cuda.Event]]] = field(default_factory=list)  # lane → storage → copies that read it
-    copying: set[int] = field(default_factory=set)  # lanes whose copy streams were used
+    used: set[tuple[int, int]] = field(default_factory=set)  # links, by lanes
+    slot: Slot | None = None
+    held: Mapping[tuple[int, str], torch.Tensor] | None = None  # replicas that were brought already, by lane and value
     written_replicas: list[tuple[int, str, int]] = field(default_factory=list)
     taken: set[tuple[int, int, str]] = field(default_factory=set)
     posted: int = 0
@@ -70,6 +77,10 @@ class CudaLaneExecutor:
 
     Args:
         poison: fill freed and sent values with NaN, on the lane's stream, for tests.
+        lanes: the slices that stand for the program's devices, where those are modelled ones.
+        transport: how values cross, see ``transports.py``.
+        slots: capture each segment as a CUDA graph, in as many slots in turn; 0: none. See ``segment_graphs.py``.
+        pace: times, devices and factor of an emulation on one GPU, see ``cuda_pacing.py``.
 
     ``runs`` counts calls. Safe from several threads: requests are issued one after the other.
     """
@@ -81,24 +92,28 @@ class CudaLaneExecutor:
         codegen: Codegen,
         *,
         poison: bool = False,
+        lanes: Sequence[str] | None = None,
+        transport: str = "auto",
+        slots: int = 0,
+        pace: tuple[Profile, Cluster, float] | None = None,
         progress: Callable[[Sequence[Any], str], Iterable[Any]] = lambda items, _: items,
     ) -> None:
         self.graph, self.program, self.poison = graph, program, poison
-        self.pace = None
         self.runs = 0
-        self.lanes: tuple[LaneStreams, ...] = lane_streams([lane.device for lane in program.lanes])
-        devices = {s.device for s in self.lanes}
-        if len(devices) > 1 and any(_baked_device(graph, d) for d in devices):
-            raise ProgramError(
-                "a program of several GPUs needs its segments lowered for each of them, which this version does not do"
-            )
+        self.lanes: tuple[LaneStreams, ...] = lane_streams(lanes or [lane.device for lane in program.lanes])
+        self.pace = CudaPace(graph, program, *pace, self.lanes[0].device) if pace is not None else None
         self.home = next(i for i, _, instruction in program if isinstance(instruction, Out))
+        self.links: dict[tuple[int, int], Link] = {
+            (instruction.source, lane): make_link(self.lanes[instruction.source], self.lanes[lane], transport)
+            for lane, _, instruction in program
+            if isinstance(instruction, Recv)
+        }
         self.segments: dict[tuple[int, int], _Segment] = {}
         wanted = [(lane, at, io) for lane in program.lanes for at, io in segment_values(graph, lane.instructions).items()]
         for lane, at, io in progress(wanted, "compiling segments"):
             run = lane.instructions[at]
             assert isinstance(run, Run)
-            compiled = codegen.compile(graph, run.kernels, io.outputs)
+            compiled = codegen.compile(graph, run.kernels, io.outputs, device=self.lanes[lane.index].device)
             written = tuple(
                 (graph.values[v].storage, v) for k in run.kernels for v in graph[k].outputs if graph.values[v].storage != v
             )
@@ -106,11 +121,27 @@ class CudaLaneExecutor:
         held = {i: instruction.values for i, _, instruction in program if isinstance(instruction, Hold)}
         mutated = set(graph.mutated)
         self.shared = {lane: tuple(v for v in values if self._shares(lane, v, mutated)) for lane, values in held.items()}
-        self.replicas = {lane: {v: Replica() for v in values if v not in self.shared[lane]} for lane, values in held.items()}
+        self.replicas = {
+            lane: {v: Replica(self.lanes[lane].device) for v in values if v not in self.shared[lane]}
+            for lane, values in held.items()
+        }
         self._held = tuple(dict.fromkeys(v for values in held.values() for v in values))
         self._writers = {(lane, s) for (lane, _), segment in self.segments.items() for s, _ in segment.written}
         self._finish = codegen.compile(graph, [], [o for o in graph.outputs if o is not None])
         self._constants = constants(graph)
+        self.reasons: dict[str, str] = {}
+        views = [s for s in graph.output_storages if s is not None and s in graph.inputs]
+        if slots and views:
+            self.reasons["all"] = f"an output is a view of input {views[0]}"
+        self._slots = [Slot(self.reasons) for _ in range(0 if views else slots)]
+        self._fresh = tuple(v for v in graph.inputs if not graph.resident(v))
+        if self._slots:
+            nodes = {n.name: n for n in graph.module.graph.nodes}
+            for segment in self.segments.values():
+                if any(graph[k].effect for k in segment.kernels):
+                    self.reasons[segment.name] = "a kernel has effects"
+                elif any(asks_the_host(nodes[n]) for k in segment.kernels for n in graph[k].nodes):
+                    self.reasons[segment.name] = "the host needs a value that is computed on the GPU"
         self.literals = literal_outputs(graph)
 
     def _shares(self, lane: int, value: str, mutated: set[str]) -> bool:
@@ -125,18 +156,91 @@ class CudaLaneExecutor:
         given = iter(results)
         return [literal if name is None else next(given) for name, literal in zip(self.graph.outputs, self.literals, strict=True)]
 
-    def issue(self, inputs: dict[str, Any]) -> list[Any]:
+    @property
+    def replays(self) -> int:
+        """Of segments."""
+        return sum(slot.replays for slot in self._slots)
+
+    def bring(self, inputs: dict[str, Any]) -> tuple[dict[tuple[int, str], torch.Tensor], list[tuple[int, str, int]]]:
+        """Make all replicas current on their lanes' streams, between what the caller has enqueued and what it enqueues next.
+
+        Returns the replicas by lane and value, and those that the program overwrites with the number of this use.
+        """
+        held: dict[tuple[int, str], torch.Tensor] = {}
+        written: list[tuple[int, str, int]] = []
+        if not any(self.replicas.values()):
+            return held, written
+        current = torch.cuda.current_stream(self.lanes[self.home].device)
+        begin = current.record_event()
+        for lane, replicas in self.replicas.items():
+            streams = self.lanes[lane]
+            streams.compute.wait_event(begin)
+            with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
+                for value, replica in replicas.items():
+                    source = self._constants[value] if value in self._constants else inputs[value]
+                    use = replica.bring(sight(source), volatile=value in self.graph.mutated)
+                    assert replica.tensor is not None
+                    held[lane, value] = replica.tensor
+                    if (lane, value) in self._writers:
+                        written.append((lane, value, use))
+            current.wait_event(streams.compute.record_event())
+        return held, written
+
+    def mark(self, written: Sequence[tuple[int, str, int]], inputs: dict[str, Any]) -> None:
+        """At the exit of the call, replicas that were overwritten as their source was are current."""
+        for lane, value, use in written:
+            at_exit(inputs[value], partial(self.replicas[lane][value].mark, use))
+
+    def issue(self, inputs: dict[str, Any], held: Mapping[tuple[int, str], torch.Tensor] | None = None) -> list[Any]:
         """Enqueue one request behind the caller's current stream, and what comes next behind it; the outputs that are
-        tensors."""
+        tensors.
+
+        held: replicas that were brought already.
+        """
         home = self.lanes[self.home]
         current = torch.cuda.current_stream(home.device)
+        slot = self._slots[self.runs % len(self._slots)] if self._slots else None
+        if slot is not None and (reason := _unfit(inputs)):
+            self.reasons.setdefault(reason, reason)
+            slot = None
+        if slot is not None:
+            return self._in_slot(slot, inputs, current)
+        return self._issue(inputs, inputs, current, None, held)
+
+    def _in_slot(self, slot: Slot, inputs: dict[str, Any], current: torch.cuda.Stream) -> list[Any]:
+        for event in slot.done:
+            current.wait_event(event)
+        mine = dict(inputs)
+        for name in self._fresh:
+            value = inputs[name]
+            if isinstance(value, torch.Tensor):
+                mine[name] = slot.buffer(name, value, value.device)
+                mine[name].copy_(value, non_blocking=True)
+        results = self._issue(mine, inputs, current, slot, None)
+        for name in self.graph.mutated:
+            if name in self._fresh:
+                inputs[name].copy_(mine[name], non_blocking=True)
+        finished = apart_from_slot(results)
+        slot.done = [current.record_event()]
+        return finished
+
+    def _issue(
+        self, inputs: dict[str, Any], given: dict[str, Any], current: torch.cuda.Stream, slot: Slot | None,
+        held: Mapping[tuple[int, str], torch.Tensor] | None,
+    ) -> list[Any]:  # fmt: skip
+        """inputs: as the kernels read them; given: as the caller passed them."""
+        home = self.lanes[self.home]
         hosts = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
         envs: list[dict[str, Any]] = [dict(hosts) for _ in self.lanes]
         envs[self.home] = {**self._constants, **inputs}
-        issue = _Issue(envs, {v: sight(envs[self.home][v]) for v in self._held}, reading=[{} for _ in self.lanes])
+        passed = {**self._constants, **given}
+        seen = {} if held is not None else {v: sight(passed[v]) for v in self._held}
+        issue = _Issue(envs, seen, reading=[{} for _ in self.lanes], slot=slot, held=held)
         begin = current.record_event()
         for lane in self.lanes:
             lane.compute.wait_event(begin)
+        if self.pace is not None:
+            self.pace.begin(self.lanes, self.home)
         try:
             self._run_all(issue)
             with torch.cuda.stream(home.compute):
@@ -144,14 +248,17 @@ class CudaLaneExecutor:
                 finished = outputs_apart(self.graph, finished, inputs)
         finally:
             # Also when a segment fails: nothing may run on in memory that the caller gets back.
-            for at, lane in enumerate(self.lanes):
+            for lane in self.lanes:
                 current.wait_event(lane.compute.record_event())
-                if at in issue.copying:
-                    current.wait_event(lane.copies.record_event())
-        for lane_, value, use in issue.written_replicas:
-            at_exit(inputs[value], partial(self.replicas[lane_][value].mark, use))
+            for pair in issue.used:
+                current.wait_event(self.links[pair].out.record_event())
+                current.wait_event(self.links[pair].into.record_event())
+        if self.pace is not None:
+            with torch.cuda.stream(current):
+                self.pace.end()
+        self.mark(issue.written_replicas, given)
         for tensor in finished:
-            _used_on(tensor, current)
+            used_on(tensor, current)
         return finished
 
     # -- issuing
@@ -181,12 +288,18 @@ class CudaLaneExecutor:
             for storage, _ in segment.written:
                 self._settle(lane, storage, issue)
             try:
-                with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
-                    results = segment.compiled.call([lookup(env, name) for name in segment.compiled.inputs])
+                given = [lookup(env, name) for name in segment.compiled.inputs]
+                if issue.slot is not None:
+                    results = issue.slot.run((lane, at), segment.name, segment.compiled, given, streams)
+                else:
+                    with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
+                        results = segment.compiled.call(given)
             except Exception as error:
                 device = self.program.lanes[lane].device
                 error.add_note(f"in segment {segment.name} ({' '.join(segment.kernels)}) on lane {lane} ({device})")
                 raise
+            if self.pace is not None:
+                self.pace.ran(lane, streams, segment.name)
             env.update(zip(segment.compiled.outputs, results, strict=True))
             for storage, version in segment.written:
                 env[version] = env[storage]
@@ -197,6 +310,8 @@ class CudaLaneExecutor:
                 issue.taken.remove(key)
                 return True
             if key not in issue.mail:
+                if self.pace is not None:
+                    self.pace.sent(lane, streams, instruction.to, instruction.value)
                 issue.mail[key] = _Posted(env[instruction.value], streams.compute.record_event())
                 issue.posted += 1
             return False
@@ -205,14 +320,22 @@ class CudaLaneExecutor:
             if posted is None:
                 return False
             self._receive(lane, instruction, posted, issue)
+            if self.pace is not None:
+                self.pace.received(lane, streams, instruction.source, instruction.value)
             issue.taken.add((instruction.source, lane, instruction.value))
         elif isinstance(instruction, Signal):
-            issue.mail[lane, instruction.to, f"signal {instruction.kernel}"] = _Posted(None, streams.compute.record_event())
+            name = f"signal {instruction.kernel}"
+            if self.pace is not None:
+                self.pace.sent(lane, streams, instruction.to, name)
+            issue.mail[lane, instruction.to, name] = _Posted(None, streams.compute.record_event())
         elif isinstance(instruction, Wait):
-            posted = issue.mail.pop((instruction.source, lane, f"signal {instruction.kernel}"), None)
+            name = f"signal {instruction.kernel}"
+            posted = issue.mail.pop((instruction.source, lane, name), None)
             if posted is None:
                 return False
             streams.compute.wait_event(posted.ready)
+            if self.pace is not None:
+                self.pace.received(lane, streams, instruction.source, name)
         elif isinstance(instruction, Hold):
             self._hold(lane, instruction, issue)
         elif isinstance(instruction, Free):
@@ -233,26 +356,18 @@ class CudaLaneExecutor:
             streams.compute.wait_event(posted.ready)
             env[instruction.value] = payload
             return
+        link = self.links[instruction.source, lane]
+        issue.used.add((instruction.source, lane))
         if storage == instruction.value:
-            # Storage of its own, owned by the copy stream, so that the copy overlaps what the lane computes meanwhile.
-            streams.copies.wait_event(posted.ready)
-            issue.copying.add(lane)
-            with torch.cuda.device(streams.device), torch.cuda.stream(streams.copies):
-                target = own_copy(payload)
-            done = streams.copies.record_event()
-            _used_on(payload, streams.copies)
-            _used_on(target, streams.compute)
-            streams.compute.wait_event(done)
-            env[instruction.value] = target
+            room = None if issue.slot is None else issue.slot.buffer((lane, instruction.value), payload, streams.device)
+            env[instruction.value], done = link.fetch(payload, posted.ready, room)
+            used_on(env[instruction.value], streams.compute)
         else:
             # A new version of state that lives here: in place, behind everything that reads the old one.
             self._settle(lane, storage, issue)
-            streams.compute.wait_event(posted.ready)
-            with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
-                env[storage].copy_(payload, non_blocking=True)
-            done = streams.compute.record_event()
-            _used_on(payload, streams.compute)
+            done = link.update(env[storage], payload, [posted.ready, streams.compute.record_event()])
             env[instruction.value] = env[storage]
+        streams.compute.wait_event(done)
         source = self.graph.values[instruction.value].storage
         issue.reading[instruction.source].setdefault(source, []).append(done)
 
@@ -268,6 +383,9 @@ class CudaLaneExecutor:
             replica = self.replicas[lane].get(value)
             if replica is None:
                 env[value] = home[value]
+                continue
+            if issue.held is not None:
+                env[value] = issue.held[lane, value]
                 continue
             with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
                 use = replica.bring(issue.seen[value], volatile=value in self.graph.mutated)
@@ -290,15 +408,16 @@ class CudaLaneExecutor:
             poison_tensor(tensor)
 
 
-def _used_on(value: Any, stream: torch.cuda.Stream) -> None:
-    if isinstance(value, torch.Tensor) and value.is_cuda:  # a graph may also hold scalars on the host
-        value.record_stream(stream)
+def asks_the_host(node: torch.fx.Node) -> bool:
+    """Whether the host needs a value that the GPU computes, so that the node cannot be captured."""
+    return node.target is torch.ops.aten._local_scalar_dense.default or torch_compat.has_unbacked(node.meta.get("val"))
 
 
-def _baked_device(graph: KernelGraph, device: torch.device) -> bool:
-    """Whether the graph's own metadata names another device than ``device``: its segments then run there and nowhere else."""
-    for node in graph.module.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda" and (value.device.index or 0) != (device.index or 0):
-            return True
-    return False
+def _unfit(inputs: dict[str, Any]) -> str:
+    """Why these inputs cannot be copied into buffers of a slot; empty where they can."""
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and not value.is_cuda:
+            return f"input {name} lies on the host, and a graph would keep its content"
+        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or overlaps(value)):
+            return f"elements of input {name} share memory"
+    return ""

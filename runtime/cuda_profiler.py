@@ -153,7 +153,7 @@ class _Timer:
         key = {**self.setting, "fingerprint": fingerprint, "sizes": sizes}
         if self.cache is not None and (found := self.cache.get(key)) is not None:
             return found
-        compiled = self.codegen.compile(self.graph, kernels, outputs)
+        compiled = self.codegen.compile(self.graph, kernels, outputs, self.streams.device)
         timing: Timing = apart(lambda: self._time(compiled, on_real))
         if self.cache is not None:
             self.cache.put(key, timing)
@@ -172,10 +172,15 @@ class _Timer:
         inputs = [lookup(env, name) for name in compiled.inputs]
         return [own_copy(v) if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
 
+    def _here(self, value: Any) -> Any:
+        """What was made for the GPU that the graph was traced for, on this one."""
+        elsewhere = isinstance(value, torch.Tensor) and value.is_cuda and value.device != self.streams.device
+        return own_copy(value, self.streams.device) if elsewhere else value
+
     def _time(self, compiled: Compiled, on_real: bool) -> Timing:
         device, stream = self.streams.device, self.streams.compute
         with ISSUING, torch.cuda.device(device):
-            inputs = self._inputs(compiled, on_real)
+            inputs = [self._here(v) for v in self._inputs(compiled, on_real)]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # compiles, tunes, loads

@@ -1,8 +1,8 @@
 """Streams of CUDA lanes: a whole GPU each, or a slice of one through a green context.
 
-A lane has a stream for its kernels and one for the copies that arrive. Streams of a slice run on its multiprocessors alone;
-slices of one GPU share its memory, so tensors need no copy to be seen, only ordering. What is made here lives as long as the
-process: green contexts cannot be torn down under tensors that were allocated on their streams.
+A lane has one stream for its kernels; links between lanes have streams of their own. Streams of a slice run on its
+multiprocessors alone; slices of one GPU share its memory, so tensors need no copy to be seen, only ordering. What is made here
+lives as long as the process: green contexts cannot be torn down under tensors that were allocated on their streams.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..passes.errors import ClusterError
+from .device_code import check
 
 _PIECE = 8
 """Multiprocessors of the smallest slice that every supported GPU can be cut into."""
@@ -24,13 +25,18 @@ NAME = re.compile(r"cuda:(\d+)(?:/(\d+)sm)?(?:#\d+)?")
 
 @dataclass(frozen=True)
 class LaneStreams:
-    """``compute`` for kernels, ``copies`` for what arrives; ``sms`` multiprocessors that the driver granted (all of the
-    GPU's, or the slice's)."""
+    """``compute`` for kernels; ``sms`` multiprocessors that the driver granted (all of the GPU's, or the slice's);
+    ``context``: the green context of a slice."""
 
     device: torch.device
     compute: torch.cuda.Stream
-    copies: torch.cuda.Stream
     sms: int
+    context: Any = None
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """Another stream of this lane, for as long as the process lives."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.Stream(self.device) if self.context is None else _stream_of(self.context, self.device)
 
 
 _made: dict[tuple[str, ...], tuple[LaneStreams, ...]] = {}
@@ -68,7 +74,7 @@ def _make(names: tuple[str, ...]) -> tuple[LaneStreams, ...]:
         total = torch.cuda.get_device_properties(device).multi_processor_count
         whole = [at for at in lanes if wanted[at][1] is None]
         for at in whole:
-            found[at] = LaneStreams(device, torch.cuda.Stream(device), torch.cuda.Stream(device), total)
+            found[at] = LaneStreams(device, torch.cuda.Stream(device), total)
         sliced = [at for at in lanes if wanted[at][1] is not None]
         asked = [wanted[at][1] or 0 for at in sliced]
         if sum(asked) > total:
@@ -86,14 +92,14 @@ def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:
     torch.cuda.init()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
-        (handle,) = _check(driver.cuDeviceGet(device.index), f"finding {device}")
-        (left,) = _check(
+        (handle,) = check(driver.cuDeviceGet(device.index), f"finding {device}")
+        (left,) = check(
             driver.cuDeviceGetDevResource(handle, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM),
             f"asking {device} for its SMs",
         )
         # A slice cannot be cut from what another one left, but slices can be put together from equal pieces.
         pieces = int(left.sm.smCount) // _PIECE
-        groups, found, _ = _check(driver.cuDevSmResourceSplitByCount(pieces, left, 0, _PIECE), f"cutting {device} into slices")
+        groups, found, _ = check(driver.cuDevSmResourceSplitByCount(pieces, left, 0, _PIECE), f"cutting {device} into slices")
         free = list(groups[: int(found)])
         made = []
         for count in asked:
@@ -104,24 +110,19 @@ def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:
                     f"it has {int(found)}"
                 )
             mine, free = free[:needed], free[needed:]
-            (description,) = _check(driver.cuDevResourceGenerateDesc(mine, needed), "describing a slice")
+            (description,) = check(driver.cuDevResourceGenerateDesc(mine, needed), "describing a slice")
             flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-            (context,) = _check(
-                driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}"
-            )
-            streams = []
-            for _ in range(2):
-                non_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-                (stream,) = _check(driver.cuGreenCtxStreamCreate(context, non_blocking, 0), "a stream of a slice")
-                _keep.extend((context, stream))
-                streams.append(torch.cuda.ExternalStream(int(stream), device=device))
+            (context,) = check(driver.cuGreenCtxCreate(description, handle, flags), f"a green context of {count} SMs on {device}")
             granted = sum(int(piece.sm.smCount) for piece in mine)
-            made.append(LaneStreams(device, streams[0], streams[1], granted))
+            _keep.append(context)
+            made.append(LaneStreams(device, _stream_of(context, device), granted, context))
         return made
 
 
-def _check(result: Any, what: str) -> tuple[Any, ...]:
-    error, *values = result
-    if int(error) != 0:
-        raise ClusterError(f"{what}: the driver says {error.name}")
-    return tuple(values)
+def _stream_of(context: Any, device: torch.device) -> torch.cuda.Stream:
+    from cuda.bindings import driver
+
+    flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    (stream,) = check(driver.cuGreenCtxStreamCreate(context, flags, 0), "a stream of a slice")
+    _keep.append(stream)
+    return torch.cuda.ExternalStream(int(stream), device=device)

@@ -58,20 +58,22 @@ class _Stamp:
 
 
 class Replica:
-    """One lane's copy of one weight, constant or state."""
+    """One lane's copy of one weight, constant or state, on ``device`` (by default where the source lies)."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
         self.tensor: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._use = 0
         self._stamp: _Stamp | None = None  # None: not to be trusted.
 
-    def bring(self, seen: Sighting, volatile: bool) -> int:
+    def bring(self, seen: Sighting, volatile: bool, in_place: bool = True) -> int:
         """Makes the copy equal to ``seen``; called by the lane that owns it.
 
         Args:
             volatile: the running call overwrites the source, so that the copy is not to be trusted after it unless
                 :meth:`mark` says so.
+            in_place: whether an outdated copy may be overwritten; not where other requests are still reading it.
 
         Returns:
             The number of this use, for :meth:`mark`.
@@ -80,7 +82,7 @@ class Replica:
             self._use += 1
             stamp, self._stamp = self._stamp, None
             if self.tensor is None or stamp is None or not stamp.matches(seen):
-                self.tensor = refreshed(self.tensor, seen.source)
+                self.tensor = refreshed(self.tensor, seen.source, self.device)
                 stamp = _Stamp.of(seen, keep=not volatile)
             if not volatile:
                 self._stamp = stamp
@@ -92,6 +94,36 @@ class Replica:
         with self._lock:
             if use == self._use:
                 self._stamp = stamp
+
+
+class Residents:
+    """One lane's replicas for many programs and many states, by where the original lies; used by that lane alone.
+
+    Graphs and plans that read one weight on this lane share its replica. Replicas of originals that are gone go too.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: dict[tuple[object, ...], tuple[Any, Replica]] = {}
+        self._sweep_at = 64
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def of(self, seen: Sighting) -> Replica:
+        """The replica for ``seen``, perhaps an empty one."""
+        found = self._replicas.get(seen.place)
+        if found is None:
+            if len(self._replicas) >= self._sweep_at:
+                self._replicas = {k: v for k, v in self._replicas.items() if not v[0].expired()}
+                self._sweep_at = max(64, 2 * len(self._replicas))
+            # The weak reference keeps the storage's identity, which is part of the place, from being reused.
+            found = self._replicas[seen.place] = (torch_compat.weak_storage(seen.source), Replica())
+        return found[1]
+
+    def bytes(self) -> int:
+        """Bytes of the replicas of originals that are still there."""
+        tensors = [r.tensor for weak, r in self._replicas.values() if r.tensor is not None and not weak.expired()]
+        return sum(t.nbytes for t in tensors)
 
 
 @dataclass
@@ -164,25 +196,29 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def own_copy(value: Any) -> Any:
-    """A copy of ``value`` in new storage with the same shape and strides; host numbers are returned as they are."""
+def own_copy(value: Any, device: torch.device | None = None) -> Any:
+    """A copy of ``value`` in new storage with the same shape and strides; host numbers are returned as they are.
+
+    device: where it shall lie, by default where ``value`` does. A tensor on the CPU stays there: its kernels run on the host.
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    where = value.device if device is None or value.device.type == "cpu" else device
     if value.layout != torch.strided:
-        return value.clone()
+        return value.to(where, copy=True)
     # Conjugation and negation are bits of the tensor: copy what lies in memory, and set the bit again.
     if value.is_conj():
-        return own_copy(value.conj()).conj()
+        return own_copy(value.conj(), device).conj()
     if value.is_neg():
-        return torch_compat.negative_view(own_copy(torch_compat.negative_view(value)))
+        return torch_compat.negative_view(own_copy(torch_compat.negative_view(value), device))
     if not overlaps(value):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where).copy_(value)
     # Expanded dimensions share elements: copy the span of memory that the tensor covers.
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
+    return value.as_strided((span,), (1,)).to(where, copy=True).as_strided(value.shape, value.stride(), 0)
 
 
-def refreshed(replica: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
+def refreshed(replica: torch.Tensor | None, source: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """``source`` copied into ``replica``, or into new storage where that does not fit."""
     if (
         replica is None
@@ -192,7 +228,7 @@ def refreshed(replica: torch.Tensor | None, source: torch.Tensor) -> torch.Tenso
         or (replica.is_conj(), replica.is_neg()) != (source.is_conj(), source.is_neg())
         or (replica.is_inference() and not torch.is_inference_mode_enabled())
     ):
-        result: torch.Tensor = own_copy(source.detach())
+        result: torch.Tensor = own_copy(source.detach(), device)
         return result
     return replica.copy_(source)
 

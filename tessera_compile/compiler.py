@@ -302,6 +302,11 @@ def _check_devices(example_inputs: Sequence[Any], options: Options) -> None:
     devices = sorted({str(x.device) for x in example_inputs if isinstance(x, torch.Tensor) and x.dim()})
     cluster = options.resolved_cluster()
     on_gpu = [d.name for d in cluster.devices if d.kind == "cuda"]
+    if options.emulate_on:
+        home = options.emulate_on.split("/")[0]
+        if any(d != home for d in devices):
+            raise LoweringError(f"its inputs are on {', '.join(devices)}, and emulate_on={options.emulate_on!r} runs on {home}")
+        return
     if not on_gpu:
         if any(d != "cpu" for d in devices):
             raise LoweringError(
@@ -311,11 +316,7 @@ def _check_devices(example_inputs: Sequence[Any], options: Options) -> None:
         return
     if len(on_gpu) < len(cluster.devices):
         raise LoweringError(f"cluster {', '.join(cluster.names)} mixes CUDA devices with others")
-    home = on_gpu[0].split("/")[0]
-    if any(name.split("/")[0] != home for name in on_gpu):
-        raise LoweringError(
-            f"cluster {', '.join(on_gpu)} has several GPUs: this version runs slices of one, such as {home}/48sm,{home}/64sm"
-        )
+    home = on_gpu[0].split("/")[0].split("#")[0]
     if any(d != home for d in devices):
         raise LoweringError(f"its inputs are on {', '.join(devices)}, and the home of cluster {', '.join(on_gpu)} is {home}")
 

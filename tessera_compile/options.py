@@ -16,7 +16,8 @@ from .passes.errors import ClusterError, OptionsError
 _POLICIES = ("latency", "throughput", "auto")
 _PLANNERS = ("milp", "single", "layers", "attention-ffn", "alternate", "random:SEED", "a saved plan's path ending in .json")
 #: Options of later versions, and the values that ask for what this one does anyway.
-_LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off"), "transport": ("auto",)}
+_LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off")}
+TRANSPORTS = ("auto", "peer", "host", "nccl", "gpu")
 _OTHER_PLANNERS = {
     "prefill-decode": "plan the graphs of several phases with tessera_compile.plan_together, which chooses it where it is best",
     "replicas": "one plain call runs one plan; replicas serve many requests, which needs the engine of a later version",
@@ -38,11 +39,16 @@ class Options:
         max_memory: device, by name or number → bytes, as a number or text such as ``"20GiB"``.
         profile: ``measure`` or ``model``.
         codegen: ``inductor``, ``eager`` (the same segments uncompiled), ``null`` (compute nothing, return the right shapes).
-        cuda_graphs: capture whole programs of CUDA lanes and replay them; calls that cannot be captured run as they are.
-        refine, transport: of later versions; ``auto`` (and ``off``).
+        cuda_graphs: True: capture whole programs of CUDA lanes and replay them; ``"segments"``: one graph a segment, in as many
+            slots of memory as ``inflight`` says. What cannot be captured runs as it is; the executor's ``reasons`` say why.
+        transport: how values go from one CUDA lane to another: ``auto``; ``peer``; ``host`` (pinned memory); ``nccl``; ``gpu``
+            (the sender's kernel stores them and raises a flag in the receiver's memory). ``runtime/transports.py`` has more.
+        refine: of a later version; ``auto`` or ``off``.
         time_limit, gap: when the solver may stop: seconds, relative gap.
         pace: on a cluster of data-sheet GPUs, let each run and transfer take its modelled time multiplied by this; 0: off.
             What comes of it is emulated, and says so.
+        emulate_on: slices of one GPU, one for each device of the cluster, as ``cuda:0/64sm,cuda:0/56sm``: paced lanes run there
+            and not on the CPU.
         inflight: requests whose activations the plan keeps room for.
         dryrun: plan and report, build nothing: calls run uncompiled on one lane. A path also writes the report there as JSON.
         strict: raise where there would be a fallback with a warning.
@@ -58,10 +64,11 @@ class Options:
     codegen: str = "inductor"
     refine: str = "auto"
     transport: str = "auto"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = False
     time_limit: float = 10.0
     gap: float = 1e-3
     pace: float = 0.0
+    emulate_on: str | None = None
     inflight: int = 1
     dryrun: bool | str = False
     strict: bool = False
@@ -144,6 +151,7 @@ class Options:
                     f"{name}={getattr(self, name)!r}: not in this version; it takes {' or '.join(map(repr, allowed))}"
                 )
         choice("profile", ("measure", "model"))
+        choice("transport", TRANSPORTS)
         choice("codegen", ("inductor", "eager", "null"))
         planner = self.planner
         if planner in _OTHER_PLANNERS:
@@ -165,17 +173,36 @@ class Options:
         if not isinstance(self.dryrun, (bool, str)):
             raise OptionsError(f"dryrun={self.dryrun!r}; it takes True, False or a path")
         cluster = self.resolved_cluster()
-        if not isinstance(self.cuda_graphs, bool):
-            raise OptionsError(f"cuda_graphs={self.cuda_graphs!r}; it takes True or False")
-        if self.cuda_graphs and not any(d.kind == "cuda" for d in cluster.devices):
-            raise OptionsError(f"cuda_graphs=True: cluster {', '.join(cluster.names)} has no CUDA device, as cuda:0 is one")
+        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "segments":
+            raise OptionsError(f"cuda_graphs={self.cuda_graphs!r}; it takes True, False or 'segments'")
+        on_gpu = self.emulate_on or any(d.kind == "cuda" for d in cluster.devices)
+        for name in ("cuda_graphs", "transport"):
+            if getattr(self, name) not in (False, "auto") and not on_gpu:
+                raise OptionsError(
+                    f"{name}={getattr(self, name)!r}: cluster {', '.join(cluster.names)} has no CUDA device, as cuda:0 is one"
+                )
         names = set(cluster.names)
         real = [d.name for d in cluster.devices if d.kind != "modelled"]
         if self.pace and real:
             raise OptionsError(f"pace={self.pace!r}: {', '.join(real)} runs in its own time; name data-sheet GPUs only")
+        if self.emulate_on is not None:
+            self._check_emulation(cluster)
         for pattern, device in self.pins:
             if device not in names:
                 raise OptionsError(f"pins: {pattern!r} → {device!r}, which is not in the cluster ({', '.join(sorted(names))})")
+
+    def _check_emulation(self, cluster: Cluster) -> None:
+        if not self.pace:
+            raise OptionsError("emulate_on takes a pace: how many real µs a modelled µs lasts, for example pace=1.0")
+        slices = str(self.emulate_on).split(",")
+        if len(slices) != len(cluster.devices):
+            raise OptionsError(
+                f"emulate_on={self.emulate_on!r} names {len(slices)} slices; cluster {', '.join(cluster.names)} has "
+                f"{len(cluster.devices)} devices, each of which needs one"
+            )
+        matches = [re.fullmatch(r"cuda:(\d+)/\d+sm", name) for name in slices]
+        if not all(matches) or len({m[1] for m in matches if m}) > 1:
+            raise OptionsError(f"emulate_on={self.emulate_on!r}; it takes slices of one GPU, as 'cuda:0/64sm,cuda:0/56sm'")
 
 
 def parse_bytes(device: str, text: object) -> int:

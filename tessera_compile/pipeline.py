@@ -63,7 +63,7 @@ class CompiledGraph:
             self.ddg = depend(self.kernels)
         # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
         self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
-        self._cuda = any(d.kind == "cuda" for d in self.cluster.devices)
+        self._cuda = options.emulate_on is not None or any(d.kind == "cuda" for d in self.cluster.devices)
         measured = self._how == "measure" and any(d.kind in ("cpu", "cuda") for d in self.cluster.devices)
         if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
             self.build(None)
@@ -178,8 +178,17 @@ class CompiledGraph:
             from .runtime.cuda_graphs import GraphedExecutor
             from .runtime.cuda_lanes import CudaLaneExecutor
 
-            on_gpu = CudaLaneExecutor(self.kernels, program, self.codegen, progress=progress)
-            return GraphedExecutor(on_gpu) if options.cuda_graphs else on_gpu
+            on_gpu = CudaLaneExecutor(
+                self.kernels,
+                program,
+                self.codegen,
+                lanes=options.emulate_on.split(",") if options.emulate_on else None,
+                transport=options.transport,
+                slots=options.inflight if options.cuda_graphs == "segments" else 0,
+                pace=(times, self.cluster, options.pace) if options.emulate_on else None,
+                progress=progress,
+            )
+            return GraphedExecutor(on_gpu) if options.cuda_graphs is True else on_gpu
         pace = Pace(self.kernels, program, times, self.cluster, options.pace) if options.pace else None
         threads = lane_threads(len(self.cluster.devices))
         return CpuLaneExecutor(self.kernels, program, self.codegen, threads=threads, pace=pace, progress=progress)

@@ -12,7 +12,7 @@ from tessera_compile.passes import depend, partition, schedule
 from tessera_compile.passes.errors import TesseraWarning
 from tessera_compile.passes.ir import Recv
 from tessera_compile.passes.placements import place
-from tessera_compile.runtime import cuda_graphs, cuda_lanes, cuda_profiler
+from tessera_compile.runtime import cuda_graphs, cuda_lanes, cuda_profiler, transports
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.cuda_streams import LaneStreams
 from tessera_compile.runtime.roofline import model_profile
@@ -38,6 +38,11 @@ class _Stream:
         self.waits.append(other)
 
 
+class _Lane(LaneStreams):
+    def new_stream(self) -> _Stream:  # type: ignore[override]
+        return _Stream()
+
+
 class _Graph:
     """Captures nothing: a replay leaves the outputs as they are."""
 
@@ -52,9 +57,14 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> _Stream:
     lanes: dict[str, LaneStreams] = {}
 
     def lane_streams(names: list[str]) -> tuple[LaneStreams, ...]:
-        return tuple(lanes.setdefault(n, LaneStreams(torch.device("cpu"), _Stream(), _Stream(), 8)) for n in names)  # type: ignore[arg-type]
+        return tuple(lanes.setdefault(n, _Lane(torch.device("cpu"), _Stream(), 8)) for n in names)  # type: ignore[arg-type]
+
+    def make_link(source: LaneStreams, target: LaneStreams, transport: str) -> transports.Link:
+        assert transport == "auto"
+        return transports.Link(source, target, source.new_stream(), target.new_stream(), transports.Engine())
 
     monkeypatch.setattr(cuda_lanes, "lane_streams", lane_streams)
+    monkeypatch.setattr(cuda_lanes, "make_link", make_link)
     for name, fake in {
         "current_stream": lambda *_: current,
         "stream": lambda *_: contextlib.nullcontext(),
@@ -103,16 +113,15 @@ def test_random_placements_compute_what_eager_does(caller: _Stream, lanes: str, 
             torch.testing.assert_close(ours.count, theirs.count)
 
 
-def test_the_caller_waits_for_every_lane_and_for_copy_streams_that_were_used(caller: _Stream):
+def test_the_caller_waits_for_every_lane_and_for_links_that_were_used(caller: _Stream):
     with torch.no_grad():
         captured = Capture(Branches(), {"x": torch.randn(4, 8)})
         run = captured.run[0] = executor(captured.graphs[0], "random:1", "3xcpu")
         captured()
-    lanes = {lane for lane, _, instruction in run.program if isinstance(instruction, Recv)}
+    pairs = {(instruction.source, lane) for lane, _, instruction in run.program if isinstance(instruction, Recv)}
+    assert set(run.links) == pairs != set()
     assert all(s.compute in caller.waits for s in run.lanes)
-    copying = {i for i, s in enumerate(run.lanes) if s.copies in caller.waits}
-    assert copying
-    assert copying <= lanes
+    assert all(s in caller.waits for link in run.links.values() for s in (link.out, link.into))
 
 
 def test_an_output_in_the_storage_of_an_overwritten_input_is_copied(caller: _Stream):
@@ -149,14 +158,13 @@ def test_static_buffers_are_one_requests_at_a_time(caller: _Stream, monkeypatch:
         captured.run[0] = run = cuda_graphs.GraphedExecutor(executor(captured.graphs[0], "random:0"))
         captured(), captured()
         assert (run.runs, run.replays) == (2, 1)
-        (kept,) = run._captured.values()
-        before = kept.last
+        before = run._last
         caller.waits.clear()
         waited: list[_Event] = []
         monkeypatch.setattr(caller, "wait_event", waited.append)
         captured()
-    assert waited == [before]
-    assert kept.last is not before
+    assert waited[0] is before
+    assert run._last is not before
 
 
 def test_inputs_that_a_graph_cannot_hold_run_uncaptured(caller: _Stream, monkeypatch: pytest.MonkeyPatch):

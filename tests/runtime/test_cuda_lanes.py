@@ -51,7 +51,7 @@ def stateful():
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True, "segments"])
 @pytest.mark.parametrize("planner", ["alternate", "random:1", "random:2"])
 def test_state_and_outputs_are_those_of_eager(codegen, cuda_graphs, planner):
     model, expected = stateful(), stateful()
@@ -240,3 +240,89 @@ def test_inputs_elsewhere_than_the_cluster_fall_back_with_one_warning():
     run = compiled_with(lambda x: x @ x + 1, codegen="eager")
     with pytest.warns(TesseraWarning, match="its inputs are on cpu"), torch.no_grad():
         torch.testing.assert_close(run(torch.ones(3, 3)), torch.full((3, 3), 4.0))
+
+
+@pytest.mark.parametrize("transport", ["peer", "host", "gpu"])
+@pytest.mark.parametrize("cuda_graphs", [False, True, "segments"])
+def test_every_transport_carries_every_kind_of_graph(transport, cuda_graphs):
+    model, expected = stateful(), stateful()
+    run = compiled_with(model, codegen="eager", cuda_graphs=cuda_graphs, transport=transport, inflight=2)
+    with torch.no_grad():
+        for i in range(7):
+            x, at = torch.randn(2, 64, device="cuda"), torch.tensor([2 * i, 2 * i + 1], device="cuda")
+            for got, want in zip(run(x, at), expected(x, at), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model.cache, expected.cache, rtol=1e-3, atol=1e-4)
+    (executor,) = executors(run)
+    assert executor.runs == 7
+    if cuda_graphs:
+        assert executor.replays > 0, executor.reasons
+
+
+def test_state_on_another_lane_is_replayed_and_seen_when_the_caller_changes_it():
+    """Replicas are made current before a replay: the caller writes the cache and replaces a weight in between."""
+    model, expected = stateful(), stateful()
+    run = compiled_with(model, codegen="eager", cuda_graphs=True, planner="random:2")
+    with torch.no_grad():
+        for i in range(8):
+            for m in (model, expected):
+                if i == 4:
+                    m.cache.mul_(0.5)
+                if i == 6:
+                    m.key.weight.add_(0.25)
+            x, at = torch.randn(2, 64, device="cuda"), torch.tensor([2 * i, 2 * i + 1], device="cuda")
+            for got, want in zip(run(x, at), expected(x, at), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(model.cache, expected.cache, rtol=1e-3, atol=1e-4)
+    (executor,) = executors(run)
+    assert executor.replays >= 5, executor.reasons
+
+
+def test_segments_are_captured_again_for_other_weights_and_outputs_are_the_callers():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+    run = compiled_with(model, codegen="eager", cuda_graphs="segments", inflight=2)
+    with torch.no_grad():
+        kept = []
+        for i in range(12):
+            if i == 6:
+                model[0].weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
+            x = torch.randn(4, 64, device="cuda")
+            kept.append((run(x), model(x)))
+        for got, want in kept:
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert sum(e.replays for e in executors(run)) > 10
+
+
+def test_an_emulated_pair_takes_the_time_that_its_plan_predicts():
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).cuda()
+    options = {
+        "cluster": "a100-80gb,l40s@200Gbps", "pace": 40.0, "emulate_on": "cuda:0/56sm,cuda:0/64sm", "planner": "alternate",
+        "codegen": "eager",
+    }  # fmt: skip
+    run = torch.compile(model, backend="tessera", options=options)
+    x = torch.randn(8, 256, device="cuda")
+    with torch.no_grad():
+        for _ in range(20):
+            torch.testing.assert_close(run(x), model(x), rtol=1e-3, atol=1e-4)
+    emulation = report(run).graphs[0].emulation
+    assert emulation.requests == 20
+    assert emulation.steps >= 20 * 7
+    # the first request compiles and loads, so it may overrun
+    assert emulation.overran <= 20
+    assert emulation.mean_us >= 0.99 * report(run).graphs[0].plan.makespan_us
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("transport", ["auto", "host", "gpu"])
+@pytest.mark.parametrize("cuda_graphs", [False, True, "segments"])
+def test_two_gpus(codegen, transport, cuda_graphs):
+    model, expected = stateful(), stateful()
+    run = compiled_with(model, "cuda:0,cuda:1", codegen=codegen, cuda_graphs=cuda_graphs, transport=transport)
+    with torch.no_grad():
+        for i in range(6):
+            x, at = torch.randn(2, 64, device="cuda"), torch.tensor([2 * i, 2 * i + 1], device="cuda")
+            for got, want in zip(run(x, at), expected(x, at), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model.cache, expected.cache, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,126 @@
+"""One CUDA graph a segment, for requests whose segments are issued one by one, in whatever order lanes become free.
+
+A request runs in a *slot*: memory of its own, in which every value lies where it lay the last time. The first request of a slot
+runs as it is, the second captures each segment as it comes to it, later ones replay. What is captured holds addresses, so a
+segment is replayed only where all that it reads lies where it lay; where the caller passes other weights it is captured again.
+Slots are used in turn, and a slot begins behind the end of the request that had it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .codegen import Compiled, first_line
+from .cuda_streams import LaneStreams
+from .replicas import own_copy
+
+MOST_CAPTURES = 8
+"""Captures of one segment and slot before it runs as it is: what it reads lies somewhere else each time."""
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    key: tuple[Any, ...]
+    outputs: Sequence[Any]
+
+
+@dataclass
+class Slot:
+    """Memory and graphs of one request at a time. ``reasons``: why segments run uncaptured, by name."""
+
+    reasons: dict[str, str]
+    done: list[torch.cuda.Event] = field(default_factory=list)  # behind the request that had it last
+    replays: int = 0
+    _buffers: dict[Any, torch.Tensor] = field(default_factory=dict)
+    _graphs: dict[tuple[int, int], _Captured] = field(default_factory=dict)
+    _captures: dict[tuple[int, int], int] = field(default_factory=dict)
+    _pools: dict[int, Any] = field(default_factory=dict)
+
+    def buffer(self, key: Any, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Memory of the slot's own for a value such as ``like``: the same as last time where that fits."""
+        found = self._buffers.get(key)
+        if found is None or (found.shape, found.stride(), found.dtype) != (like.shape, like.stride(), like.dtype):
+            with torch.inference_mode(False):
+                found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            self._buffers[key] = found
+        return found
+
+    def run(
+        self, place: tuple[int, int], name: str, compiled: Compiled, inputs: list[Any], streams: LaneStreams
+    ) -> Sequence[Any]:
+        """The outputs of a segment, issued on the lane's stream."""
+        key = tuple((v.data_ptr(), v.shape, v.stride()) if isinstance(v, torch.Tensor) else v for v in inputs)
+        found = self._graphs.get(place)
+        with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
+            if found is not None and found.key == key:
+                found.graph.replay()
+                self.replays += 1
+                return found.outputs
+            tries = self._captures[place] = self._captures.get(place, -1) + 1
+            if tries == 0 or name in self.reasons:
+                return compiled.call(inputs)
+        if tries > MOST_CAPTURES:
+            self.reasons[name] = "what it reads lies somewhere else each time"
+            self._graphs.pop(place, None)
+            return self._plainly(compiled, inputs, streams)
+        try:
+            self._graphs[place] = self._capture(place[0], key, compiled, inputs, streams)
+        except Exception as error:  # capturing enqueues nothing, so nothing has happened yet
+            torch.cuda.synchronize(streams.device)
+            self.reasons[name] = f"it cannot be captured: {type(error).__name__}: {first_line(error)}"
+            return self._plainly(compiled, inputs, streams)
+        with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
+            self._graphs[place].graph.replay()
+        return self._graphs[place].outputs
+
+    def _plainly(self, compiled: Compiled, inputs: list[Any], streams: LaneStreams) -> Sequence[Any]:
+        with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
+            return compiled.call(inputs)
+
+    def _capture(
+        self, lane: int, key: tuple[Any, ...], compiled: Compiled, inputs: list[Any], streams: LaneStreams
+    ) -> _Captured:  # fmt: skip
+        graph = torch.cuda.CUDAGraph()
+        if lane not in self._pools:  # a lane's graphs run one after the other, so they can share what they use in between
+            self._pools[lane] = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream()
+        try:
+            with (
+                torch.cuda.device(streams.device),
+                torch.cuda.graph(graph, pool=self._pools[lane], stream=streams.compute, capture_error_mode="relaxed"),
+            ):
+                outputs = compiled.call(list(inputs))
+        except BaseException:
+            torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
+            raise
+        return _Captured(graph, key, outputs)
+
+
+def apart_from_slot(outputs: Sequence[Any]) -> list[Any]:
+    """Copies of what a request returns, since the slot's memory is the next one's; on the current stream. Outputs that share
+    storage share it in the copies too."""
+    fresh: dict[int, torch.Tensor] = {}
+    result = []
+    for output in outputs:
+        if not isinstance(output, torch.Tensor) or not output.is_cuda:
+            result.append(output)
+            continue
+        storage = output.untyped_storage()
+        key = storage.data_ptr()
+        whole = output.numel() * output.element_size() == storage.nbytes()
+        sharing = sum(isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() == key for o in outputs) > 1
+        if not sharing:
+            result.append(output.clone(memory_format=torch.preserve_format) if whole else own_copy(output))
+            continue
+        if key not in fresh:
+            raw = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage)
+            fresh[key] = raw.clone()
+        copy = torch.empty(0, dtype=output.dtype, device=output.device)
+        copy.set_(fresh[key].untyped_storage(), output.storage_offset(), output.shape, output.stride())
+        result.append(copy)
+    return result

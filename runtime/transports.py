@@ -1,0 +1,456 @@
+"""How values go from one CUDA lane to another.
+
+A :class:`Link` is one direction between two lanes: a stream of its own at each end, so what is sent waits for what was sent
+before it on that link and for nothing else, and requests are served in the order in which they are issued, oldest first. Its
+transport does the copying:
+
+- ``engine``: the copy engine (``copy_``: within one GPU, or a peer copy over NVLink or PCIe);
+- ``kernel``: a kernel of the sending lane stores into the receiver's memory; fewer µs for small values;
+- ``peer``: of the two the one that was measured to be faster for the size;
+- ``gpu``: as ``kernel``, and the arrival is told by a flag in the receiver's memory, for which its stream waits, not by an
+  event. Inside a capture the edges of the graph tell it: a graph may run what has no edge between in any order;
+- ``nccl``: grouped send and receive of one process (package ``nccl4py``);
+- ``host``: through two pinned buffers, for GPUs without peer access.
+
+Values travel as bytes, whatever their dtype; empty ones not at all. Before a link is used, patterns are sent over it and
+compared (:func:`prove`), once a process; a path that corrupts them is replaced by the host, with a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..passes import torch_compat
+from ..passes.cluster import Link as Path
+from ..passes.errors import ClusterError, TesseraWarning
+from .cuda_streams import LaneStreams
+from .device_code import check, launch
+from .replicas import overlaps
+
+CHUNK = 4 << 20
+"""Bytes of each of the two pinned buffers of a link."""
+SIZES = (4096, 1 << 16, 1 << 20, 1 << 25)
+"""What is timed to choose between two ways, and for the planner: the first gives the latency, the last the bandwidth."""
+_ODD = (1, 3, 4099, (1 << 20) + 5)
+
+
+class Transport(Protocol):
+    """``copy`` enqueues the copy of ``source`` into ``target``, bytes of one size that lie closely, and returns the stream
+    behind which the copy is done. Both streams of the link are already behind what it has to wait for."""
+
+    name: str
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream: ...
+
+
+@dataclass
+class Link:
+    """One direction between two lanes: ``out`` is a stream of the sending lane, ``into`` one of the receiving."""
+
+    source: LaneStreams
+    target: LaneStreams
+    out: torch.cuda.Stream
+    into: torch.cuda.Stream
+    transport: Transport
+    moved_bytes: int = field(default=0, repr=False)
+
+    def fetch(
+        self, payload: torch.Tensor, ready: torch.cuda.Event, room: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """A copy of ``payload`` in memory of the receiver, with its strides, and the event behind which it is there.
+
+        ready: behind what made the payload. room: where to put it, of its shape, strides and dtype; by default new memory.
+        """
+        if room is not None and not (payload.is_conj() or payload.is_neg() or overlaps(payload)):
+            return room, self.update(room, payload, [ready])
+        if payload.is_conj():
+            got, done = self.fetch(payload.conj(), ready)
+            return got.conj(), done
+        if payload.is_neg():
+            got, done = self.fetch(torch_compat.negative_view(payload), ready)
+            return torch_compat.negative_view(got), done
+        with torch.cuda.device(self.target.device), torch.cuda.stream(self.into):
+            if overlaps(payload):  # expanded dimensions share elements: the span of memory that it covers
+                span = 1 + sum((size - 1) * stride for size, stride in zip(payload.shape, payload.stride(), strict=True))
+                room = torch.empty((span,), dtype=payload.dtype, device=self.target.device)
+                got = room.as_strided(payload.shape, payload.stride(), 0)
+                payload = payload.as_strided((span,), (1,))
+            else:
+                got = room = torch.empty_strided(payload.shape, payload.stride(), dtype=payload.dtype, device=self.target.device)
+        return got, self.update(room, payload, [ready])
+
+    def update(self, target: torch.Tensor, payload: torch.Tensor, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
+        """Copy ``payload`` into ``target``, memory of the receiver, behind the events; the event behind the copy."""
+        for event in after:
+            self.out.wait_event(event)
+            self.into.wait_event(event)
+        if payload.numel() == 0:
+            arrived: torch.cuda.Event = self.into.record_event()
+            return arrived
+        # New memory belongs to `into`: what it was before has been used up to here.
+        self.out.wait_event(self.into.record_event())
+        self.moved_bytes += payload.numel() * payload.element_size()
+        from_, to = as_bytes(payload), as_bytes(target)
+        if from_ is None or to is None or payload.stride() != target.stride():
+            done = self._packed(target, payload)
+        else:
+            done = self.transport.copy(self, to, from_)
+        event: torch.cuda.Event = done.record_event()
+        used_on(payload, self.out)
+        used_on(payload, self.into)
+        used_on(target, self.into)
+        used_on(target, self.out)
+        return event
+
+    def _packed(self, target: torch.Tensor, payload: torch.Tensor) -> torch.cuda.Stream:
+        """What does not lie closely is packed by the sender and unpacked by the receiver."""
+        with torch.cuda.device(self.source.device), torch.cuda.stream(self.out):
+            packed = payload.clone(memory_format=torch.contiguous_format)
+        with torch.cuda.device(self.target.device), torch.cuda.stream(self.into):
+            received = torch.empty(payload.shape, dtype=payload.dtype, device=self.target.device)
+        self.into.wait_event(self.out.record_event())
+        self.out.wait_event(self.into.record_event())
+        from_, to = as_bytes(packed), as_bytes(received)
+        assert from_ is not None
+        assert to is not None
+        done = self.transport.copy(self, to, from_)
+        self.into.wait_event(done.record_event())
+        used_on(packed, self.into)
+        used_on(received, self.out)
+        with torch.cuda.device(self.target.device), torch.cuda.stream(self.into):
+            target.copy_(received)
+        return self.into
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory of a tensor whose elements lie closely, in any order of dimensions, as bytes; None for others."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return None
+        expected *= size
+    size = tensor.element_size()
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), int(tensor.storage_offset()) * size, (tensor.numel() * size,), (1,))
+
+
+def used_on(value: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that a stream uses a tensor of another stream's."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:  # a graph may also hold scalars on the host
+        value.record_stream(stream)
+
+
+# -- the transports
+
+
+class Engine:
+    name = "engine"
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        # Between devices `copy_` runs on the source's current stream and makes the target's wait for it.
+        with torch.cuda.stream(link.out), torch.cuda.stream(link.into):
+            target.copy_(source, non_blocking=True)
+        return link.into
+
+
+class CopyKernel:
+    name = "kernel"
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        _enable_peer(link.source.device.index or 0, link.target.device.index or 0)
+        _move(link, target, source, None, None)
+        return link.out
+
+
+def _move(
+    link: Link, target: torch.Tensor, source: torch.Tensor, arrived: torch.Tensor | None, flag: torch.Tensor | None
+) -> None:
+    blocks = max(1, min(2 * link.source.sms, math.ceil(source.numel() / (256 * 64))))
+    with torch.cuda.device(link.source.device), torch.cuda.stream(link.out):
+        launch("move_bytes", blocks, 256, source, target, source.numel(), arrived, flag)
+
+
+@dataclass
+class Peer:
+    """``kernel`` up to ``most`` bytes, ``engine`` for more."""
+
+    most: int
+    name: str = "peer"
+    small: CopyKernel = field(default_factory=CopyKernel)
+    large: Engine = field(default_factory=Engine)
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        return (self.small if source.numel() <= self.most else self.large).copy(link, target, source)
+
+
+class Gpu:
+    """The sender's kernel raises a flag in the receiver's memory; the receiver's stream waits for it and takes it down, and the
+    sender's stream waits until it is down."""
+
+    name = "gpu"
+
+    def __init__(self, link: Link) -> None:
+        _enable_peer(link.source.device.index or 0, link.target.device.index or 0)
+        with torch.cuda.device(link.target.device):
+            self.words = torch.zeros(64, dtype=torch.int32, device=link.target.device)
+            torch.cuda.current_stream().synchronize()
+        self.arrived, self.flag = self.words[0:1], self.words[32:33]
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        with torch.cuda.stream(link.out):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            _move(link, target, source, None, None)
+            link.into.wait_event(link.out.record_event())
+            return link.into
+        # Issued in this order, so that streams which share a hardware queue cannot wait for each other.
+        wait_value(link.out, self.flag, 0)
+        _move(link, target, source, self.arrived, self.flag)
+        wait_value(link.into, self.flag, 1)
+        write_value(link.into, self.flag, 0)
+        return link.into
+
+
+def wait_value(stream: torch.cuda.Stream, word: torch.Tensor, value: int) -> None:
+    """What is enqueued next on the stream waits until 32 bits of GPU memory equal ``value``. Can be captured."""
+    from cuda.bindings import driver
+
+    equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    with torch.cuda.device(stream.device):
+        check(driver.cuStreamWaitValue32(stream.cuda_stream, word.data_ptr(), value, equal), "waiting for a flag")
+
+
+def write_value(stream: torch.cuda.Stream, word: torch.Tensor, value: int) -> None:
+    """The stream stores ``value`` in 32 bits of GPU memory, after all that it did before. Can be captured."""
+    from cuda.bindings import driver
+
+    plain = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+    with torch.cuda.device(stream.device):
+        check(driver.cuStreamWriteValue32(stream.cuda_stream, word.data_ptr(), value, plain), "writing a flag")
+
+
+class Host:
+    """Chunk by chunk through two pinned buffers: while one is read by the receiver the sender fills the other."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._pairs = [_Pair(), _Pair()]  # of calls as they are issued, and of captured graphs, whose events are their own
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        with torch.cuda.stream(link.out):
+            capturing, capture = torch.cuda.is_current_stream_capturing(), _capture_id(link.out)
+        pair = self._pairs[capturing]
+        if pair.capture != capture:
+            pair.capture, pair.free = capture, [None, None]
+        for number, start in enumerate(range(0, source.numel(), CHUNK)):
+            at = number % 2
+            end = min(start + CHUNK, source.numel())
+            buffer = pair.buffers[at][: end - start]
+            if (free := pair.free[at]) is not None:
+                link.out.wait_event(free)
+            with torch.cuda.device(link.source.device), torch.cuda.stream(link.out):
+                buffer.copy_(source[start:end], non_blocking=True)
+            link.into.wait_event(link.out.record_event())
+            with torch.cuda.device(link.target.device), torch.cuda.stream(link.into):
+                target[start:end].copy_(buffer, non_blocking=True)
+            pair.free[at] = link.into.record_event()
+        return link.into
+
+
+class _Pair:
+    def __init__(self) -> None:
+        self.buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.free: list[torch.cuda.Event | None] = [None, None]
+        self.capture = 0
+
+
+def _capture_id(stream: torch.cuda.Stream) -> int:
+    """Which capture a stream is part of; 0 for none."""
+    from cuda.bindings import runtime
+
+    found = check(runtime.cudaStreamGetCaptureInfo(stream.cuda_stream), "asking about a capture")
+    return int(found[1]) if int(found[0]) else 0
+
+
+class Nccl:
+    """Send and receive of one process in one group. All are issued under one lock, so every link sees one global order."""
+
+    name = "nccl"
+
+    def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        from nccl.core import group
+
+        a, b = link.source.device.index or 0, link.target.device.index or 0
+        comms = _communicators(tuple(sorted({a, b})))
+        out = link.into if a == b else link.out
+        with group():
+            comms[a].send(source, comms[b].rank, stream=out.cuda_stream)
+            comms[b].recv(target, comms[a].rank, stream=link.into.cuda_stream)
+        return link.into
+
+
+@functools.cache
+def _communicators(devices: tuple[int, ...]) -> dict[int, Any]:
+    try:
+        from nccl.core import Communicator
+    except ImportError as error:
+        raise ClusterError(f"transport 'nccl' needs the package nccl4py ({error}); install it, or use 'auto'") from error
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()  # initialises it
+    return dict(zip(devices, Communicator.init_all(list(devices)), strict=True))
+
+
+@functools.cache
+def _enable_peer(source: int, target: int) -> None:
+    """Let kernels of ``source`` store into memory of ``target``."""
+    if source == target:
+        return
+    from cuda.bindings import runtime
+
+    with torch.cuda.device(source):
+        result = runtime.cudaDeviceEnablePeerAccess(target, 0)
+        if int(result[0]) != int(runtime.cudaError_t.cudaErrorPeerAccessAlreadyEnabled):
+            check(result, f"letting cuda:{source} into memory of cuda:{target}")
+
+
+# -- choosing and proving
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What was seen of one transport on one pair: µs of a copy by size in bytes."""
+
+    transport: str
+    us: dict[int, float]
+
+    @property
+    def path(self) -> Path:
+        """Latency, and bandwidth of the largest size, as the planner takes them."""
+        large = SIZES[-1]
+        beyond = max(self.us[large] - self.us[SIZES[0]], 1e-3)
+        return Path(gb_per_s=large / beyond / 1e3, latency_us=self.us[SIZES[0]])
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """The transport in use between two lanes, what all that were tried took, and which corrupted the pattern."""
+
+    chosen: str
+    path: Path
+    tried: tuple[Proven, ...]
+    corrupt: tuple[str, ...] = ()
+
+
+_streams: dict[tuple[int, int], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+_reports: dict[tuple[int, int, str], tuple[LinkReport, Callable[[Link], Transport]]] = {}
+_lock = threading.RLock()
+
+
+def make_link(source: LaneStreams, target: LaneStreams, transport: str = "auto") -> Link:
+    """The link between two lanes, proven. Links of the same two lanes share their streams.
+
+    Raises ClusterError where the transport asked for is not there, or no path moves the pattern unharmed.
+    """
+    with _lock:
+        pair = id(source), id(target)
+        if pair not in _streams:
+            _streams[pair] = source.new_stream(), target.new_stream()
+        link = Link(source, target, *_streams[pair], Engine())
+        report = _proven(link, transport)
+        link.transport = report[1](link)
+        return link
+
+
+def link_report(source: LaneStreams, target: LaneStreams, transport: str = "auto") -> LinkReport:
+    """What is known of the link; it is proven first where it was not."""
+    make_link(source, target, transport)
+    return _reports[id(source), id(target), transport][0]
+
+
+def _proven(link: Link, transport: str) -> tuple[LinkReport, Callable[[Link], Transport]]:
+    key = id(link.source), id(link.target), transport
+    if key not in _reports:
+        _reports[key] = _choose(link, transport)
+    return _reports[key]
+
+
+def _choose(link: Link, wanted: str) -> tuple[LinkReport, Callable[[Link], Transport]]:
+    a, b = link.source.device.index or 0, link.target.device.index or 0
+    near = a == b or torch.cuda.can_device_access_peer(a, b)
+    makers: dict[str, Callable[[Link], Transport]] = {
+        "engine": lambda _: Engine(), "kernel": lambda _: CopyKernel(), "gpu": Gpu, "nccl": lambda _: Nccl(),
+        "host": lambda _: Host(),
+    }  # fmt: skip
+    if wanted in ("peer", "gpu") and not near:
+        raise ClusterError(f"transport {wanted!r}: cuda:{a} has no peer access to cuda:{b}; use 'auto' or 'host'")
+    names = {"auto": ("engine", "kernel") if near else ("host",), "peer": ("engine", "kernel")}.get(wanted, (wanted,))
+    tried, corrupt = [], []
+    for name in names:
+        link.transport = makers[name](link)
+        us = prove(link)
+        if us is None:
+            corrupt.append(name)
+        else:
+            tried.append(Proven(name, us))
+    if not tried and "host" not in names:
+        link.transport = Host()
+        us = prove(link)
+        if us is not None:
+            warnings.warn(
+                f"what {' and '.join(corrupt)} moved from {link.source.device} to {link.target.device} did not arrive as it was "
+                "sent; values between them go through the host",
+                TesseraWarning,
+                stacklevel=4,
+            )
+            report = LinkReport("host", Proven("host", us).path, (Proven("host", us),), tuple(corrupt))
+            return report, makers["host"]
+    if not tried:
+        raise ClusterError(f"no value arrives from {link.source.device} at {link.target.device} as it was sent")
+    if len(tried) == 2:
+        engine, kernel = tried
+        most = max((size for size in SIZES if kernel.us[size] < engine.us[size]), default=0)
+        best = {size: min(engine.us[size], kernel.us[size]) for size in SIZES}
+        return LinkReport("peer", Proven("peer", best).path, tuple(tried)), lambda _: Peer(most)
+    return LinkReport(tried[0].transport, tried[0].path, tuple(tried), tuple(corrupt)), makers[tried[0].transport]
+
+
+def prove(link: Link, repeats: int = 10) -> dict[int, float] | None:
+    """Send random bytes of odd sizes at odd places, compare, and time SIZES: µs a copy, each behind the one before, as the host
+    issues them. None where a byte arrived changed."""
+    source = link.source
+    with torch.no_grad(), torch.cuda.device(source.device):
+        generator = torch.Generator(source.device).manual_seed(20260410)
+        data = torch.randint(0, 256, (SIZES[-1] + 64,), dtype=torch.uint8, device=source.device, generator=generator)
+        ready = torch.cuda.current_stream().record_event()
+        sent = [data[offset : offset + size] for size in (*_ODD, SIZES[-1]) for offset in (0, 7)]
+        got = [link.fetch(part, ready) for part in sent]
+        for (arrived, done), part in zip(got, sent, strict=True):
+            done.synchronize()
+            if not torch.equal(arrived.cpu(), part.cpu()):
+                return None
+        us = {}
+        for size in SIZES:
+            times = []
+            for _ in range(3):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                link.into.record_event(begin)
+                done = begin
+                for _ in range(repeats):
+                    _, done = link.fetch(data[:size], done)
+                link.into.wait_event(done)
+                link.into.record_event(end)
+                end.synchronize()
+                times.append(begin.elapsed_time(end) * 1e3 / repeats)
+            us[size] = min(times)
+    return us
