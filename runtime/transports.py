@@ -103,12 +103,12 @@ class Link:
             done = self._packed(target, payload)
         else:
             done = self.transport.copy(self, to, from_)
-        event: torch.cuda.Event = done.record_event()
+        behind: torch.cuda.Event = done.record_event()
         used_on(payload, self.out)
         used_on(payload, self.into)
         used_on(target, self.into)
         used_on(target, self.out)
-        return event
+        return behind
 
     def _packed(self, target: torch.Tensor, payload: torch.Tensor) -> torch.cuda.Stream:
         """What does not lie closely is packed by the sender and unpacked by the receiver."""
