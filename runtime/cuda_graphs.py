@@ -9,7 +9,7 @@ memory is a private pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from .cuda_lanes import ISSUING, CudaLaneExecutor, asks_the_host
 from .replicas import overlaps, own_copy
-from .segment_graphs import apart_from_slot
+from .segment_graphs import copies_of
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Any]
     copied: tuple[str, ...]
-    outputs: list[Any]
+    copies: Callable[[], list[Any]]  # of the outputs, on the current stream
     backs: tuple[str, ...]
     watched: tuple[Any, ...]  # tensors whose addresses are baked in, kept alive
     held: list[int]  # addresses of the replicas
@@ -50,7 +50,9 @@ class GraphedExecutor:
         self._captured: dict[Any, _Captured | None] = {}
         self._last: torch.cuda.Event | None = None  # behind the latest replay and the copies of its outputs
         graph = inner.graph
-        self._static = tuple(v for v in graph.inputs if graph.resident(v))
+        self._static = frozenset(v for v in graph.inputs if graph.resident(v))
+        self._statics = [i for i, v in enumerate(graph.inputs) if v in self._static]
+        self._others = [i for i, v in enumerate(graph.inputs) if v not in self._static]
         aliases = [s for s in graph.output_storages if s is not None and s in graph.inputs]
         self._never = ""
         if aliases:
@@ -80,16 +82,15 @@ class GraphedExecutor:
         if torch.cuda.is_current_stream_capturing():  # the caller's own graph takes the kernels in as they are
             return self.inner(args)
         inputs = dict(zip(self.inner.graph.inputs, args, strict=True))
-        reason = self._unfit(inputs)
-        if reason:
-            self.reasons.setdefault(reason, reason)
-            return self.inner(args)
         with ISSUING:
             current = torch.cuda.current_stream(self.inner.lanes[self.inner.home].device)
             if self._last is not None:  # static buffers, replicas and links are one request's at a time, whoever calls
                 current.wait_event(self._last)
-            key = self._key(inputs)
+            key = self._key(args)
             if key not in self._captured:
+                if reason := self._unfit(inputs):
+                    self.reasons.setdefault(reason, reason)
+                    return self.inner(args)
                 self._captured[key] = None  # the first call compiles, tunes and loads
                 while len(self._captured) > MOST_GRAPHS:
                     self._captured.pop(next(iter(self._captured)))
@@ -120,16 +121,14 @@ class GraphedExecutor:
                     return f"elements of input {name} share memory"
         return ""
 
-    def _key(self, inputs: dict[str, Any]) -> Any:
-        parts: list[Any] = []
-        for name, value in inputs.items():
-            if not isinstance(value, torch.Tensor):
-                parts.append(value)
-            elif name in self._static:
-                parts.append((value.data_ptr(), value.shape, value.stride(), value.dtype))
-            else:
-                parts.append((value.shape, value.stride(), value.dtype, value.device))
-        return tuple(parts)
+    def _key(self, args: list[Any]) -> Any:
+        """What a captured graph depends on: addresses of what it reads where it lies (dynamo guards the rest of those), shapes of
+        what is copied, numbers."""
+        others = [
+            (v.shape, v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else v
+            for v in map(args.__getitem__, self._others)
+        ]
+        return (*[args[i].data_ptr() for i in self._statics], *others)
 
     def _capture(self, inputs: dict[str, Any], held: dict[tuple[int, str], torch.Tensor]) -> _Captured:
         inner = self.inner
@@ -153,7 +152,7 @@ class GraphedExecutor:
         current.wait_stream(stream)
         backs = tuple(n for n in inner.graph.mutated if n in copied)
         watched = (*(v for n, v in tensors.items() if n in self._static), *held.values())
-        return _Captured(graph, static, copied, outputs, backs, watched, [t.data_ptr() for t in held.values()])
+        return _Captured(graph, static, copied, copies_of(outputs), backs, watched, [t.data_ptr() for t in held.values()])
 
     def _replay(
         self, found: _Captured, inputs: dict[str, Any], written: Sequence[tuple[int, str, int]]
@@ -166,7 +165,7 @@ class GraphedExecutor:
             inputs[name].copy_(found.inputs[name], non_blocking=True)
         self.replays += 1
         self.inner.runs += 1
-        copies = apart_from_slot(found.outputs)
+        copies = found.copies()
         self._last = current.record_event()
         self.inner.mark(written, inputs)
         given = iter(copies)

@@ -31,9 +31,9 @@ from ..passes.ir import Free, Hold, KernelGraph, Out, Profile, Program, Recv, Ru
 from .codegen import Codegen, Compiled, constants, lookup
 from .cpu_lanes import literal_outputs, outputs_apart, poison_tensor
 from .cuda_pacing import CudaPace
-from .cuda_streams import LaneStreams, lane_streams
+from .cuda_streams import LaneStreams, apart, lane_streams
 from .replicas import Replica, Sighting, at_exit, overlaps, sight
-from .segment_graphs import Slot, apart_from_slot
+from .segment_graphs import Slot, copies_of
 from .transports import Link, make_link, used_on
 
 ISSUING = threading.RLock()
@@ -101,12 +101,13 @@ class CudaLaneExecutor:
         self.graph, self.program, self.poison = graph, program, poison
         self.runs = 0
         self.lanes: tuple[LaneStreams, ...] = lane_streams(lanes or [lane.device for lane in program.lanes])
-        self.pace = CudaPace(graph, program, *pace, self.lanes[0].device) if pace is not None else None
+        self.pace: CudaPace | None = None
+        if pace is not None:
+            self.pace = apart(lambda: CudaPace(graph, program, *pace, self.lanes[0].device))
         self.home = next(i for i, _, instruction in program if isinstance(instruction, Out))
         self.links: dict[tuple[int, int], Link] = {
-            (instruction.source, lane): make_link(self.lanes[instruction.source], self.lanes[lane], transport)
-            for lane, _, instruction in program
-            if isinstance(instruction, Recv)
+            (source, lane): apart(partial(make_link, self.lanes[source], self.lanes[lane], transport))
+            for source, lane in sorted({(i.source, lane) for lane, _, i in program if isinstance(i, Recv)})
         }
         self.segments: dict[tuple[int, int], _Segment] = {}
         wanted = [(lane, at, io) for lane in program.lanes for at, io in segment_values(graph, lane.instructions).items()]
@@ -220,7 +221,7 @@ class CudaLaneExecutor:
         for name in self.graph.mutated:
             if name in self._fresh:
                 inputs[name].copy_(mine[name], non_blocking=True)
-        finished = apart_from_slot(results)
+        finished = copies_of(results)()
         slot.done = [current.record_event()]
         return finished
 

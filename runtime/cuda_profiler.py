@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from ..passes.cluster import Cluster, Device
 from ..passes.ir import Kernel, KernelGraph, Profile, Timing
 from .codegen import Codegen, Compiled, constants, first_line, lookup
 from .cuda_lanes import ISSUING
-from .cuda_streams import LaneStreams, lane_streams
+from .cuda_streams import LaneStreams, apart, lane_streams
 from .profile_cache import ProfileCache, setting
 from .profiler import captured_values, invented_inputs, needs_real_call, untimed
 from .replicas import own_copy
@@ -215,24 +214,3 @@ class _Timer:
                     times.append(begin.elapsed_time(end) * 1e3 / count)
         quartiles = statistics.quantiles(times, n=4)
         return Timing(statistics.median(times), quartiles[2] - quartiles[0], "measured")
-
-
-def apart(function: Callable[[], Any]) -> Any:
-    """Call in a thread of its own: this one may be inside the fake tensor mode of a compilation, or on another stream."""
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
-    inference = torch.is_inference_mode_enabled()
-
-    def job() -> None:
-        try:
-            with torch.inference_mode(inference), torch.no_grad():
-                outcome.append(function())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=job, name="tessera-profiler")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,3 +126,24 @@ def _stream_of(context: Any, device: torch.device) -> torch.cuda.Stream:
     (stream,) = check(driver.cuGreenCtxStreamCreate(context, flags, 0), "a stream of a slice")
     _keep.append(stream)
     return torch.cuda.ExternalStream(int(stream), device=device)
+
+
+def apart(function: Callable[[], Any]) -> Any:
+    """Call in a thread of its own: this one may be inside the fake tensor mode of a compilation, or on another stream."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+    inference = torch.is_inference_mode_enabled()
+
+    def job() -> None:
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                outcome.append(function())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=job, name="tessera-apart")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

@@ -8,7 +8,7 @@ Slots are used in turn, and a slot begins behind the end of the request that had
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,26 +101,27 @@ class Slot:
         return _Captured(graph, key, outputs)
 
 
-def apart_from_slot(outputs: Sequence[Any]) -> list[Any]:
-    """Copies of what a request returns, since the slot's memory is the next one's; on the current stream. Outputs that share
+def copies_of(outputs: Sequence[Any]) -> Callable[[], list[Any]]:
+    """Makes copies of what a request returns, on the current stream, since the memory is the next one's. Outputs that share
     storage share it in the copies too."""
-    fresh: dict[int, torch.Tensor] = {}
-    result = []
-    for output in outputs:
-        if not isinstance(output, torch.Tensor) or not output.is_cuda:
-            result.append(output)
-            continue
-        storage = output.untyped_storage()
-        key = storage.data_ptr()
-        whole = output.numel() * output.element_size() == storage.nbytes()
-        sharing = sum(isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() == key for o in outputs) > 1
-        if not sharing:
-            result.append(output.clone(memory_format=torch.preserve_format) if whole else own_copy(output))
-            continue
-        if key not in fresh:
-            raw = torch.empty(0, dtype=torch.uint8, device=output.device).set_(storage)
-            fresh[key] = raw.clone()
-        copy = torch.empty(0, dtype=output.dtype, device=output.device)
-        copy.set_(fresh[key].untyped_storage(), output.storage_offset(), output.shape, output.stride())
-        result.append(copy)
-    return result
+    keys = [o.untyped_storage().data_ptr() if isinstance(o, torch.Tensor) and o.is_cuda else 0 for o in outputs]
+    shared = {key for key in keys if key and keys.count(key) > 1}
+    closely = [key and o.numel() * o.element_size() == o.untyped_storage().nbytes() for o, key in zip(outputs, keys, strict=True)]
+
+    def copy() -> list[Any]:
+        fresh: dict[int, torch.Tensor] = {}
+        result = []
+        for output, key, whole in zip(outputs, keys, closely, strict=True):
+            if not key:
+                result.append(output)
+            elif key not in shared:
+                result.append(output.clone(memory_format=torch.preserve_format) if whole else own_copy(output))
+            else:
+                if key not in fresh:
+                    raw = torch.empty(0, dtype=torch.uint8, device=output.device).set_(output.untyped_storage())
+                    fresh[key] = raw.clone()
+                view = torch.empty(0, dtype=output.dtype, device=output.device)
+                result.append(view.set_(fresh[key].untyped_storage(), output.storage_offset(), output.shape, output.stride()))
+        return result
+
+    return copy

@@ -31,6 +31,17 @@ def main() -> None:
                 for _ in range(5):
                     run(ids, use_cache=False)
                 torch.cuda.synchronize()
+            spans = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type.name == "CUDA")
+            ends, idle = spans[0][1], 0.0
+            gaps: list[float] = []
+            for begin, end in spans[1:]:
+                gaps.append(max(0.0, begin - ends))
+                ends = max(ends, end)
+            idle = sum(gap for gap in gaps if gap > 1)
+            print(
+                f"{name}: from first to last kernel {(ends - spans[0][0]) / 5:.0f} µs a call, idle {idle / 5:.0f} µs of it in gaps"
+            )
+            print("  largest gaps:", " ".join(f"{gap:.0f}" for gap in sorted(gaps)[-12:]))
             rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
             total = sum(row.self_device_time_total for row in rows) / 5
             print(f"{name}: {total:.0f} µs of kernels a call")
