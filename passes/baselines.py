@@ -108,7 +108,8 @@ def simple_plans(mix: Mix) -> Baselines:
         kinds["prefill-decode"] = list(_phases(mix))
     kept = {kind: tuple(dict.fromkeys(p for p in placements if possible(mix, p))) for kind, placements in kinds.items()}
     plans = Baselines({kind: placements for kind, placements in kept.items() if placements or kind == "single"})
-    if all(g.size == 1 for g in mix.groups) or not mix.inner or memory_binds(mix):
+    linked = all(pair in mix.inner for group in mix.groups for pair in itertools.permutations(group.members, 2))
+    if all(g.size == 1 for g in mix.groups) or not linked or memory_binds(mix):
         return plans
     members = apart(mix)
     group_of = tuple(g for g, group in enumerate(mix.groups) for _ in group.members)

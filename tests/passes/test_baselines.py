@@ -132,7 +132,7 @@ def test_members_of_a_group_may_each_have_layers_of_their_own():
 def test_taking_turns_is_never_slower_than_the_split():
     """What the planner's pool has of a split over members, in every mix that memory does not bind."""
     compared = 0
-    for seed in range(150):
+    for seed in range(75):
         mix = random_mix(seed, 1 + seed % 3, limited=False)
         plans = simple_plans(mix)
         for split in plans.pipelines:
@@ -141,7 +141,7 @@ def test_taking_turns_is_never_slower_than_the_split():
             assert value(mix, turns) <= value(plans.members, split) * (1 + 1e-9) + 1e-9
             assert turns in set(plans.placements())
             compared += 1
-    assert compared > 300
+    assert compared > 150
 
 
 def test_one_group_and_no_kernels():

@@ -157,7 +157,7 @@ def test_where_memory_binds_batch_sizes_are_not_mixed_but_bounded():
     assert one.status == "heuristic"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([2, 3]), st.booleans())
 def test_no_mixture_of_batch_sizes_is_below_the_bound(seed, devices, tight):
     """A phase at batch 1 and 2 and one at 1 and 3; every placement at every choice of sizes."""
@@ -330,7 +330,7 @@ def test_pipelines_of_identical_devices_where_memory_forbids_replicas():
     assert roomy.baselines == {"single:cpu": 60, "replicas": 15, "layers": 20, "layers+replicas": 15}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([(2,), (3,), (1, 2), (2, 1)]), st.booleans(), st.booleans())
 def test_never_worse_than_a_split_by_layers_over_the_members(seed, sizes, overlap, tight):
     mix = layered(seed, sizes, overlap, tight)
