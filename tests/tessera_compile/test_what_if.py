@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 
 import pytest
 
@@ -184,7 +185,7 @@ def test_diff_with_bad_files(tmp_path, capsys):
 
 
 def test_what_the_solver_prints_is_not_seen(profile, capfd, monkeypatch):
-    """C code writes past Python's standard output; what is printed before and after stays."""
+    """C code writes past Python's standard output; what is printed before and after stays, and all of it beside other threads."""
     libc, solve = ctypes.CDLL(None), mixture.best_mixture
 
     def noisy(*args, **options):
@@ -192,6 +193,7 @@ def test_what_the_solver_prints_is_not_seen(profile, capfd, monkeypatch):
         return solve(*args, **options)
 
     monkeypatch.setattr(mixture, "best_mixture", noisy)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     libc.puts(b"before")
     assert main(["plan", profile, *CLUSTER]) == 0
     libc.puts(b"after")
@@ -200,6 +202,10 @@ def test_what_the_solver_prints_is_not_seen(profile, capfd, monkeypatch):
     assert text.startswith("before\none mix every")
     assert text.endswith("after\n")
     assert "Highs" not in text
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert main(["plan", profile, *CLUSTER]) == 0
+    libc.fflush(None)
+    assert "Highs" in capfd.readouterr().out
 
 
 # --- advise
