@@ -203,12 +203,15 @@ class Profile:
     """Time of each kernel on each device: ``times[kernel][device]``. A missing device means the kernel cannot run there.
 
     ``calibration`` is, for each device, the time of the whole graph over the sum of its kernels' times alone; it is contained
-    in ``times`` already. ``cut_us`` is the price of a cut: µs that a device loses each time a segment ends for a transfer.
+    in ``times`` already, and so is ``contention``: the time of the whole graph on a slice while the other slices of its GPU run
+    it too, over its time alone. ``cut_us`` is the price of a cut: µs that a device loses each time a segment ends for a
+    transfer.
     """
 
     times: Mapping[str, Mapping[str, Timing]]
     calibration: Mapping[str, float] = field(default_factory=dict)
     cut_us: Mapping[str, float] = field(default_factory=dict)
+    contention: Mapping[str, float] = field(default_factory=dict)
 
     def us(self, kernel: str, device: str) -> float:
         """Microseconds of ``kernel`` on ``device``; infinite where it cannot run."""
@@ -242,13 +245,20 @@ class Profile:
 
     def to_json(self) -> str:
         times = {k: {d: asdict(t) for d, t in row.items()} for k, row in self.times.items()}
-        return json.dumps({"times": times, "calibration": dict(self.calibration), "cut_us": dict(self.cut_us)})
+        return json.dumps(
+            {
+                "times": times,
+                "calibration": dict(self.calibration),
+                "cut_us": dict(self.cut_us),
+                "contention": dict(self.contention),
+            }
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
         data = json.loads(text)
         times = {k: {d: Timing(**t) for d, t in row.items()} for k, row in data["times"].items()}
-        return cls(times, data["calibration"], data["cut_us"])
+        return cls(times, data["calibration"], data["cut_us"], data.get("contention", {}))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ timed by events around plain calls. Data are invented or those of the first real
 kernel overwrites is a copy.
 
 As on CPU lanes, the sum of the kernels is calibrated against the whole graph in one segment, and the difference per seam is
-the price of a cut. A kernel that fails on a device cannot run there: it has no time for that device, and the reason is in
-the report. One for which memory does not suffice while it is timed gets a modelled time.
+the price of a cut. Slices of one GPU share its L2 cache and its memory: the whole graph is also timed on all of them at once,
+and the ratio to its time alone, their contention, is in the times of each.
+
+A kernel that fails on a device cannot run there: it has no time for that device, and the reason is in the report. One for which
+memory does not suffice while it is timed gets a modelled time.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ def profile_on_gpus(
         distinct.setdefault(kernel.fingerprint, []).append(kernel)
     calibration: dict[str, float] = {}
     cuts: dict[str, float] = {}
+    timers: dict[str, _Timer] = {}
     types: dict[str, list[Device]] = {}
     for device in cluster.devices:
         if device.kind == "cuda":
@@ -77,10 +81,28 @@ def profile_on_gpus(
                 scaled = replace(timing, us=timing.us * ratio, spread=timing.spread * ratio, source="calibrated")
             times[name].update({d.name: scaled for d in devices})
         for device in devices:
+            timers[device.name] = timer.of(device, streams[device.name])
             cuts[device.name] = cut
             if ratio is not None:
                 calibration[device.name] = ratio
-    return Profile(times, calibration, cuts)
+    contention = _contention(timers)
+    for row in times.values():
+        for name, factor in contention.items():
+            if name in row and row[name].source != "modelled":
+                row[name] = replace(row[name], us=row[name].us * factor, spread=row[name].spread * factor)
+    return Profile(times, calibration, cuts, contention)
+
+
+def _contention(timers: Mapping[str, _Timer]) -> dict[str, float]:
+    """By device, the time of the whole graph while the other slices of its GPU run it too, over its time alone."""
+    together: dict[torch.device, list[str]] = {}
+    for name, timer in timers.items():
+        together.setdefault(timer.streams.device, []).append(name)
+    found: dict[str, float] = {}
+    for names in together.values():
+        if len(names) > 1 and (factors := _Timer.contention([timers[n] for n in names])):
+            found.update(zip(names, factors, strict=True))
+    return found
 
 
 def _lanes(cluster: Cluster) -> tuple[LaneStreams, ...]:
@@ -133,6 +155,44 @@ class _Timer:
             reason = f"kernel {kernel.name} cannot run on {self.device.name} ({first_line(error)})"
             untimed(self.codegen, reason)
             return None
+
+    def of(self, device: Device, streams: LaneStreams) -> _Timer:
+        """The same for another device of its type."""
+        real = None if self.real is None else list(self.real.values())
+        return _Timer(self.graph, self.codegen, device, streams, real, self.cache)
+
+    @staticmethod
+    def contention(timers: Sequence[_Timer]) -> list[float]:
+        """For slices of one GPU; none where the whole graph cannot be captured."""
+        first = timers[0]
+        graph = first.graph
+        if any(k.effect for k in graph.kernels) or (needs_real_call(graph) and first.real is None):
+            return []
+        fingerprints = " ".join(k.fingerprint for k in graph.kernels)
+        sizes = ",".join(str(v.bytes) for v in graph.values.values() if any(isinstance(s, str) for s in v.shape))
+        names = [t.device.name for t in timers]
+        keys = [
+            {**t.setting, "fingerprint": hashlib.sha256(fingerprints.encode()).hexdigest()[:16], "sizes": sizes,
+             "contention": f"{i} of {' '.join(names)}"}
+            for i, t in enumerate(timers)
+        ]  # fmt: skip
+        if first.cache is not None:
+            known = [first.cache.get(key) for key in keys]
+            if all(k is not None for k in known):
+                return [k.us for k in known if k is not None]
+        outputs = [v for v in graph.output_values if graph.producer(v) is not None]
+        try:
+            compiled = [t.codegen.compile(graph, [k.name for k in graph.kernels], outputs, t.streams.device) for t in timers]
+            factors: list[float] = apart(lambda: _at_once(timers, compiled))
+        except Exception as error:
+            untimed(
+                first.codegen, f"{' and '.join(names)} cannot be timed at once ({first_line(error)}); contention is not known"
+            )
+            return []
+        if first.cache is not None:
+            for key, factor in zip(keys, factors, strict=True):
+                first.cache.put(key, Timing(factor, 0.0, "measured"))
+        return factors
 
     def whole(self) -> Timing | None:
         if any(k.effect for k in self.graph.kernels) or (needs_real_call(self.graph) and self.real is None):
@@ -214,3 +274,45 @@ class _Timer:
                     times.append(begin.elapsed_time(end) * 1e3 / count)
         quartiles = statistics.quantiles(times, n=4)
         return Timing(statistics.median(times), quartiles[2] - quartiles[0], "measured")
+
+
+def _at_once(timers: Sequence[_Timer], compiled: Sequence[Compiled]) -> list[float]:
+    """Replays of the whole graph on every slice, alone and while all run; time together over time alone, at least 1."""
+    with ISSUING, torch.cuda.device(timers[0].streams.device):
+        graphs = []
+        for timer, piece in zip(timers, compiled, strict=True):
+            stream = timer.streams.compute
+            inputs = [timer._here(v) for v in timer._inputs(piece, timer.real is not None)]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                piece.call(list(inputs))
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                kept = piece.call(list(inputs))
+            graphs.append((graph, stream, inputs, kept))
+
+        def run(which: Sequence[int], counts: Sequence[int]) -> list[float]:
+            """µs of a replay on each of ``which``."""
+            torch.cuda.synchronize()
+            events = []
+            for at in which:
+                graph, stream, *_ = graphs[at]
+                with torch.cuda.stream(stream):
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    for _ in range(counts[at]):
+                        graph.replay()
+                    end.record()
+                events.append((begin, end))
+            torch.cuda.synchronize()
+            return [b.elapsed_time(e) * 1e3 / counts[at] for at, (b, e) in zip(which, events, strict=True)]
+
+        everyone = range(len(graphs))
+        run(everyone, [1] * len(graphs))
+        alone = [run([at], [5] * len(graphs))[0] for at in everyone]
+        # As many replays as fill the same time on each, so that all are busy from the first to nearly the last.
+        counts = [max(5, min(500, round(_ENOUGH_SECONDS * 1e6 / us))) for us in alone]
+        alone = [run([at], counts)[0] for at in everyone]
+        together = run(everyone, counts)
+        return [max(1.0, t / a) for t, a in zip(together, alone, strict=True)]

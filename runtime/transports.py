@@ -29,9 +29,10 @@ from typing import Any, Protocol
 import torch
 
 from ..passes import torch_compat
+from ..passes.cluster import Cluster
 from ..passes.cluster import Link as Path
 from ..passes.errors import ClusterError, TesseraWarning
-from .cuda_streams import LaneStreams
+from .cuda_streams import LaneStreams, lane_streams
 from .device_code import check, launch
 from .replicas import overlaps
 
@@ -329,25 +330,26 @@ def _enable_peer(source: int, target: int) -> None:
 
 @dataclass(frozen=True)
 class Proven:
-    """What was seen of one transport on one pair: µs of a copy by size in bytes."""
+    """What was seen of one transport on one pair: µs of a copy by size in bytes, as the host issues them and inside a captured
+    graph (the same, where it cannot be captured)."""
 
     transport: str
     us: dict[int, float]
+    captured_us: dict[int, float]
 
-    @property
-    def path(self) -> Path:
+    def path(self, captured: bool) -> Path:
         """Latency, and bandwidth of the largest size, as the planner takes them."""
+        us = self.captured_us if captured else self.us
         large = SIZES[-1]
-        beyond = max(self.us[large] - self.us[SIZES[0]], 1e-3)
-        return Path(gb_per_s=large / beyond / 1e3, latency_us=self.us[SIZES[0]])
+        beyond = max(us[large] - us[SIZES[0]], 1e-3)
+        return Path(gb_per_s=large / beyond / 1e3, latency_us=us[SIZES[0]])
 
 
 @dataclass(frozen=True)
 class LinkReport:
-    """The transport in use between two lanes, what all that were tried took, and which corrupted the pattern."""
+    """The transport in use between two lanes and what it takes, all that were tried, and which corrupted the pattern."""
 
-    chosen: str
-    path: Path
+    chosen: Proven
     tried: tuple[Proven, ...]
     corrupt: tuple[str, ...] = ()
 
@@ -378,6 +380,20 @@ def link_report(source: LaneStreams, target: LaneStreams, transport: str = "auto
     return _reports[id(source), id(target), transport][0]
 
 
+def with_measured_links(cluster: Cluster, transport: str, captured: bool) -> Cluster:
+    """The cluster with what was measured of the links between its CUDA devices.
+
+    captured: as they are inside a captured graph, not as the host issues them.
+    """
+    names = [d.name for d in cluster.devices if d.kind == "cuda"]
+    lanes = dict(zip(names, lane_streams(names), strict=True))
+    links = {
+        (a, b): link_report(lanes[a], lanes[b], transport).chosen.path(captured) if a in lanes and b in lanes else link
+        for (a, b), link in cluster.links.items()
+    }
+    return Cluster(cluster.devices, links)
+
+
 def _proven(link: Link, transport: str) -> tuple[LinkReport, Callable[[Link], Transport]]:
     key = id(link.source), id(link.target), transport
     if key not in _reports:
@@ -395,43 +411,45 @@ def _choose(link: Link, wanted: str) -> tuple[LinkReport, Callable[[Link], Trans
     if wanted in ("peer", "gpu") and not near:
         raise ClusterError(f"transport {wanted!r}: cuda:{a} has no peer access to cuda:{b}; use 'auto' or 'host'")
     names = {"auto": ("engine", "kernel") if near else ("host",), "peer": ("engine", "kernel")}.get(wanted, (wanted,))
-    tried, corrupt = [], []
+    tried: list[Proven] = []
+    corrupt: list[str] = []
     for name in names:
         link.transport = makers[name](link)
-        us = prove(link)
-        if us is None:
+        found = prove(link)
+        if found is None:
             corrupt.append(name)
         else:
-            tried.append(Proven(name, us))
+            tried.append(found)
     if not tried and "host" not in names:
         link.transport = Host()
-        us = prove(link)
-        if us is not None:
+        found = prove(link)
+        if found is not None:
             warnings.warn(
                 f"what {' and '.join(corrupt)} moved from {link.source.device} to {link.target.device} did not arrive as it was "
                 "sent; values between them go through the host",
                 TesseraWarning,
                 stacklevel=4,
             )
-            report = LinkReport("host", Proven("host", us).path, (Proven("host", us),), tuple(corrupt))
-            return report, makers["host"]
+            return LinkReport(found, (found,), tuple(corrupt)), makers["host"]
     if not tried:
         raise ClusterError(f"no value arrives from {link.source.device} at {link.target.device} as it was sent")
     if len(tried) == 2:
         engine, kernel = tried
-        most = max((size for size in SIZES if kernel.us[size] < engine.us[size]), default=0)
-        best = {size: min(engine.us[size], kernel.us[size]) for size in SIZES}
-        return LinkReport("peer", Proven("peer", best).path, tuple(tried)), lambda _: Peer(most)
-    return LinkReport(tried[0].transport, tried[0].path, tuple(tried), tuple(corrupt)), makers[tried[0].transport]
+        most = max((size for size in SIZES if kernel.captured_us[size] < engine.captured_us[size]), default=0)
+        link.transport = Peer(most)
+        both = Proven("peer", _time(link), _time_captured(link))
+        return LinkReport(both, tuple(tried)), lambda _: Peer(most)
+    return LinkReport(tried[0], tuple(tried), tuple(corrupt)), makers[tried[0].transport]
 
 
-def prove(link: Link, repeats: int = 10) -> dict[int, float] | None:
-    """Send random bytes of odd sizes at odd places, compare, and time SIZES: µs a copy, each behind the one before, as the host
-    issues them. None where a byte arrived changed."""
+_REPEATS = 10
+
+
+def prove(link: Link) -> Proven | None:
+    """Send random bytes of odd sizes at odd places, compare, and time SIZES. None where a byte arrived changed."""
     source = link.source
     with torch.no_grad(), torch.cuda.device(source.device):
-        generator = torch.Generator(source.device).manual_seed(20260410)
-        data = torch.randint(0, 256, (SIZES[-1] + 64,), dtype=torch.uint8, device=source.device, generator=generator)
+        data = _pattern(link)
         ready = torch.cuda.current_stream().record_event()
         sent = [data[offset : offset + size] for size in (*_ODD, SIZES[-1]) for offset in (0, 7)]
         got = [link.fetch(part, ready) for part in sent]
@@ -439,18 +457,67 @@ def prove(link: Link, repeats: int = 10) -> dict[int, float] | None:
             done.synchronize()
             if not torch.equal(arrived.cpu(), part.cpu()):
                 return None
-        us = {}
+    return Proven(link.transport.name, _time(link), _time_captured(link))
+
+
+def _pattern(link: Link) -> torch.Tensor:
+    device = link.source.device
+    generator = torch.Generator(device).manual_seed(20260410)
+    return torch.randint(0, 256, (SIZES[-1] + 64,), dtype=torch.uint8, device=device, generator=generator)
+
+
+def _time(link: Link) -> dict[int, float]:
+    """µs of a copy by size, each behind the one before, as the host issues them."""
+    us = {}
+    with torch.no_grad(), torch.cuda.device(link.source.device):
+        data = _pattern(link)
+        torch.cuda.current_stream().synchronize()
         for size in SIZES:
             times = []
             for _ in range(3):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 link.into.record_event(begin)
-                done = begin
-                for _ in range(repeats):
-                    _, done = link.fetch(data[:size], done)
-                link.into.wait_event(done)
+                _chain(link, data[:size], begin)
                 link.into.record_event(end)
                 end.synchronize()
-                times.append(begin.elapsed_time(end) * 1e3 / repeats)
+                times.append(begin.elapsed_time(end) * 1e3 / _REPEATS)
             us[size] = min(times)
     return us
+
+
+def _time_captured(link: Link) -> dict[int, float]:
+    """The same inside a captured graph; as the host issues them where a capture fails."""
+    us = {}
+    device = link.source.device
+    with torch.no_grad(), torch.cuda.device(device):
+        data = _pattern(link)
+        torch.cuda.current_stream().synchronize()
+        for size in SIZES:
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+            current = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                    _chain(link, data[:size], stream.record_event())
+                    for end_of in (link.out, link.into):
+                        stream.wait_event(end_of.record_event())
+            except Exception:
+                torch.cuda.set_stream(current)
+                torch.cuda.synchronize(device)
+                return _time(link)
+            times = []
+            with torch.cuda.stream(stream):
+                for _ in range(4):
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    graph.replay()
+                    end.record()
+                    end.synchronize()
+                    times.append(begin.elapsed_time(end) * 1e3 / _REPEATS)
+            us[size] = min(times[1:])
+    return us
+
+
+def _chain(link: Link, payload: torch.Tensor, done: torch.cuda.Event) -> None:
+    for _ in range(_REPEATS):
+        _, done = link.fetch(payload, done)
+    link.into.wait_event(done)

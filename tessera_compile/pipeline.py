@@ -29,6 +29,7 @@ from .progress import progress
 from .reports import GraphReport
 from .runtime.codegen import Codegen
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
+from .runtime.enrolment import serving
 from .runtime.pacing import Pace
 from .runtime.profile_cache import ProfileCache
 from .runtime.profiler import needs_real_call, profile
@@ -45,6 +46,7 @@ class CompiledGraph:
     Attributes:
         report: what is known of it; None until it is planned.
         executor: runs it; None until it is compiled.
+        prepare: called with this graph and its inputs before each run; it may exchange inputs, and replan.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class CompiledGraph:
         self.number = number
         self.report: GraphReport | None = None
         self.executor: Any = None  # of CPU lanes or of CUDA lanes
+        self.prepare: Callable[[CompiledGraph, list[Any]], None] | None = None
         self.cluster = options.resolved_cluster()
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
@@ -65,6 +68,8 @@ class CompiledGraph:
         self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
         self._cuda = options.emulate_on is not None or any(d.kind == "cuda" for d in self.cluster.devices)
         measured = self._how == "measure" and any(d.kind in ("cpu", "cuda") for d in self.cluster.devices)
+        if measured and self._cuda and isinstance(options.cluster, str) and not set("@+") & set(options.cluster):
+            self.cluster = self._with_links()  # the user has not said what the links are
         if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
             self.build(None)
 
@@ -76,12 +81,15 @@ class CompiledGraph:
                 if self.executor is None:
                     self.build(args)
                     fresh = True
-        executor = self.executor
-        assert executor is not None
         for observe in tuple(OBSERVERS):
             observe(self, args)
+        if self.prepare is not None:
+            self.prepare(self, args)
+        executor = self.executor
+        assert executor is not None
         try:
-            results: list[Any] = executor(args)
+            request = serving()
+            results: list[Any] = executor(args) if request is None else request.run(self, args)
             return results
         except Exception:
             if fresh:  # Planned on the tensors of a call that fails: the next one plans again.
@@ -166,6 +174,15 @@ class CompiledGraph:
         fallbacks = tuple(codegen.fallbacks.values())
         self.report = GraphReport(self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks)
         self.executor = executor
+
+    def _with_links(self) -> Cluster:
+        from .runtime.cuda_streams import apart
+        from .runtime.transports import with_measured_links
+
+        with self._step("links"):
+            captured = self.options.cuda_graphs is True
+            found: Cluster = apart(lambda: with_measured_links(self.cluster, self.options.transport, captured))
+            return found
 
     def _gpu_profile(self, codegen: Codegen, real: Sequence[Any] | None) -> Profile:
         from .runtime.cuda_profiler import profile_on_gpus

@@ -7,10 +7,19 @@ import importlib.util
 import pytest
 import torch
 
+from tessera_compile import make_cluster
 from tessera_compile.passes.errors import ClusterError, TesseraWarning
 from tessera_compile.runtime import transports
 from tessera_compile.runtime.cuda_streams import lane_streams
-from tessera_compile.runtime.transports import CHUNK, as_bytes, link_report, make_link, wait_value, write_value
+from tessera_compile.runtime.transports import (
+    CHUNK,
+    as_bytes,
+    link_report,
+    make_link,
+    wait_value,
+    with_measured_links,
+    write_value,
+)
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 NAMES = ("cuda:0/48sm", "cuda:0/64sm")
@@ -188,7 +197,7 @@ def test_a_path_that_corrupts_is_replaced_by_the_host(monkeypatch):
     with pytest.warns(TesseraWarning, match="did not arrive as it was sent"):
         way = link("auto")
     report = link_report(way.source, way.target, "auto")
-    assert (report.chosen, report.corrupt) == ("host", ("engine", "kernel"))
+    assert (report.chosen.transport, report.corrupt) == ("host", ("engine", "kernel"))
     monkeypatch.setattr(transports.Host, "copy", flips)
     monkeypatch.setattr(transports, "_reports", {})
     with pytest.raises(ClusterError, match="no value arrives from cuda:0 at cuda:0"):
@@ -199,10 +208,16 @@ def test_a_path_that_corrupts_is_replaced_by_the_host(monkeypatch):
 def test_what_was_measured_of_a_link_is_told():
     way = link("auto")
     report = link_report(way.source, way.target)
-    assert report.chosen == "peer"
+    assert report.chosen.transport == "peer"
     assert {p.transport for p in report.tried} == {"engine", "kernel"}
-    assert 0 < report.path.latency_us < 1e4
-    assert report.path.gb_per_s > 1
+    for captured in (False, True):
+        path = report.chosen.path(captured)
+        assert 0 < path.latency_us < 1e4
+        assert path.gb_per_s > 1
+    cluster = make_cluster(",".join(NAMES))
+    measured = with_measured_links(cluster, "auto", captured=True)
+    assert measured.links[NAMES] == report.chosen.path(True)
+    assert measured.devices == cluster.devices
 
 
 def test_nccl_says_what_is_missing(monkeypatch):
