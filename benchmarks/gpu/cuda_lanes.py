@@ -184,7 +184,8 @@ def placements() -> dict[str, Any]:
         match = min(match, float((got.argmax(-1) == want.argmax(-1)).float().mean()))
         ran += 1
     print(
-        f"\n{ran} random placements, {crossing} crossing values: largest logit difference {worst:.4f}, least token match {match:.3f}"
+        f"\n{ran} random placements, {crossing} crossing values: largest logit difference {worst:.4f}, "
+        f"least token match {match:.3f}"
     )
     return {"placements": ran, "crossing_values": crossing, "largest_difference": worst, "least_token_match": match}
 
@@ -305,8 +306,8 @@ def emulated() -> dict[str, Any]:
             }  # fmt: skip
             rows[f"{length} tokens, {policy}"] = row
             print(
-                f"emulated, {length} tokens, {policy}: {us:.0f} µs, predicted {row['predicted_us']:.0f}, ratio {row['ratio']:.3f}; "
-                f"{row['crossing_values']} crossings, {row['overran']} of {row['steps']} overran"
+                f"emulated, {length} tokens, {policy}: {us:.0f} µs, predicted {row['predicted_us']:.0f}, "
+                f"ratio {row['ratio']:.3f}; {row['crossing_values']} crossings, {row['overran']} of {row['steps']} overran"
             )
     return rows
 

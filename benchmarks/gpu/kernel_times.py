@@ -39,7 +39,8 @@ def main() -> None:
                 ends = max(ends, end)
             idle = sum(gap for gap in gaps if gap > 1)
             print(
-                f"{name}: from first to last kernel {(ends - spans[0][0]) / 5:.0f} µs a call, idle {idle / 5:.0f} µs of it in gaps"
+                f"{name}: from first to last kernel {(ends - spans[0][0]) / 5:.0f} µs a call, "
+                f"idle {idle / 5:.0f} µs of it in gaps"
             )
             print("  largest gaps:", " ".join(f"{gap:.0f}" for gap in sorted(gaps)[-12:]))
             rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
