@@ -35,6 +35,10 @@ class ProgramError(TesseraError):
     """A program is not a correct execution of its graph; raised by ``verify`` and ``Program.from_text``."""
 
 
+class LoadError(TesseraError, ValueError):
+    """A state dict does not fit its model, or a model cannot be placed on several devices."""
+
+
 class FallbackError(TesseraError):
     """Under ``strict=True``: something that would otherwise have fallen back with a warning."""
 

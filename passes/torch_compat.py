@@ -118,6 +118,36 @@ def fake_on(value: Any, device: torch.device) -> Any:
     return FakeTensor(value.fake_mode, shell, device)
 
 
+def stand_ins(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Fake tensors like ``tensors`` on ``device``, parameters for parameters, each in a storage of its own.
+
+    Dynamo traces them as it does real ones. Whatever else combines them with real tensors fails.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    made: list[torch.Tensor] = []
+    for tensor in tensors:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = fake_on(fake, device)
+        made.append(torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake)
+    return made
+
+
+def in_current_mode(stand_in: torch.Tensor) -> torch.Tensor:
+    """A stand-in as a fake tensor of the graph that is being compiled."""
+    result: torch.Tensor = current_fake_mode().from_tensor(stand_in, static_shapes=True)
+    return result
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a backend raised, out of dynamo's wrapping; ``error`` itself where it is something else."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+
+
 def fake_propagate(gm: fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any) -> None:
     """Fills ``meta["val"]`` of every node by running ``gm`` on fake copies of ``example_inputs``."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp

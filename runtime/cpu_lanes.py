@@ -84,7 +84,7 @@ class CpuLaneExecutor:
             )
             self.segments[lane.index, at] = _Segment(run.segment, compiled, compiled.outputs, written, run.kernels)
         held = {i: instruction.values for i, _, instruction in program if isinstance(instruction, Hold)}
-        self.replicas = {lane: {v: Replica() for v in values} for lane, values in held.items()}
+        self.replicas = {lane: {v: Replica(memory=program.lanes[lane].device) for v in values} for lane, values in held.items()}
         self._held = tuple(dict.fromkeys(v for values in held.values() for v in values))
         self._writers = {(lane, s) for (lane, _), segment in self.segments.items() for s, _ in segment.written}
         names = [o for o in graph.outputs if o is not None]

@@ -9,8 +9,9 @@ lane's own thread with a lane's thread setting. On what data:
 - kernels with effects, and those that fail: the modelled time, marked ``modelled``.
 
 Kernels timed alone cost more than in a fused segment. Each device type is calibrated: every time is multiplied by (whole graph in
-one segment) / (sum of its kernels), and the difference, divided by the number of seams, is the price of a cut. Timings are kept
-on disk (``profile_cache.py``). The caller's tensors, generators and thread settings are not touched.
+one segment) / (sum of its kernels), and the difference, divided by the number of seams, is the price of a cut; not where the
+graph's weights exceed the device's memory. Timings are kept on disk (``profile_cache.py``). The caller's tensors, generators and
+thread settings are not touched.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .codegen import Codegen, Compiled, constants, first_line, lookup
 from .lane_pool import shared_pool
 from .profile_cache import ProfileCache, setting
 from .roofline import model_profile, roofline_us
+from .weights import present
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +142,12 @@ class _Timer:
         return timing
 
     def whole(self) -> Timing | None:
-        """The graph in one segment; None if it has effects, or cannot be run on the data at hand."""
+        """The graph in one segment; None if it has effects, does not fit, or cannot be run on the data at hand."""
         if any(k.effect for k in self.graph.kernels) or (needs_real_call(self.graph) and self.real is None):
+            return None
+        residents = sum(v.bytes for v in self.graph.values.values() if self.graph.resident(v.name) and v.storage == v.name)
+        if residents > self.device.memory:
+            log.info("the graph does not fit on %s as a whole; times are not calibrated", self.device.name)
             return None
         key = hashlib.sha256(" ".join(k.fingerprint for k in self.graph.kernels).encode()).hexdigest()[:16]
         outputs = [v for v in self.graph.output_values if self.graph.producer(v) is not None]
@@ -180,7 +186,7 @@ class _Timer:
             env = self._captured
         else:
             env = {**constants(self.graph), **self.real}
-        inputs = [lookup(env, name) for name in compiled.inputs]
+        inputs = [present(lookup(env, name)) for name in compiled.inputs]
         return [v.clone() if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
 
     def _on_lane(self, function: Callable[[], Any]) -> Any:
@@ -237,7 +243,7 @@ def captured_values(graph: KernelGraph, inputs: Mapping[str, Any]) -> dict[str, 
         # What the kernel reads must survive it for the timing, also where it overwrites it.
         before = {name: env[name].clone() for name in kernel.writes}
         piece = codegen.compile(graph, [kernel.name], kernel.outputs)
-        env.update(zip(piece.outputs, piece.call([lookup(env, name) for name in piece.inputs]), strict=True))
+        env.update(zip(piece.outputs, piece.call([present(lookup(env, name)) for name in piece.inputs]), strict=True))
         env.update(before)
     return env
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..passes import torch_compat
+from .weights import weight_of
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,18 @@ class _Stamp:
 
 
 class Replica:
-    """One lane's copy of one weight, constant or state, on ``device`` (by default where the source lies)."""
+    """One lane's copy of one weight, constant or state, on ``device`` (by default where the source lies).
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    memory: what the lane's copies of a loaded model's weights are kept under, for all graphs; by default the device.
+    """
+
+    def __init__(self, device: torch.device | None = None, memory: Hashable = None) -> None:
         self.device = device
+        self.memory = device if memory is None else memory
         self.tensor: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._use = 0
+        self._shared = False
         self._stamp: _Stamp | None = None  # None: not to be trusted.
 
     def bring(self, seen: Sighting, volatile: bool, in_place: bool = True) -> int:
@@ -82,7 +88,13 @@ class Replica:
             self._use += 1
             stamp, self._stamp = self._stamp, None
             if self.tensor is None or stamp is None or not stamp.matches(seen):
-                self.tensor = refreshed(self.tensor, seen.source, self.device)
+                weight = weight_of(seen.source)
+                if weight is not None:
+                    self.tensor = weight.on(self.memory, self.device)
+                else:
+                    # Nothing is written into a weight's copy, which other graphs read.
+                    self.tensor = refreshed(None if self._shared or not in_place else self.tensor, seen.source, self.device)
+                self._shared = weight is not None
                 stamp = _Stamp.of(seen, keep=not volatile)
             if not volatile:
                 self._stamp = stamp
@@ -100,9 +112,13 @@ class Residents:
     """One lane's replicas for many programs and many states, by where the original lies; used by that lane alone.
 
     Graphs and plans that read one weight on this lane share its replica. Replicas of originals that are gone go too.
+
+    Args:
+        memory: as of :class:`Replica`: the lane's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Hashable = None) -> None:
+        self._memory = memory
         self._replicas: dict[tuple[object, ...], tuple[Any, Replica]] = {}
         self._sweep_at = 64
 
@@ -117,7 +133,7 @@ class Residents:
                 self._replicas = {k: v for k, v in self._replicas.items() if not v[0].expired()}
                 self._sweep_at = max(64, 2 * len(self._replicas))
             # The weak reference keeps the storage's identity, which is part of the place, from being reused.
-            found = self._replicas[seen.place] = (torch_compat.weak_storage(seen.source), Replica())
+            found = self._replicas[seen.place] = (torch_compat.weak_storage(seen.source), Replica(memory=self._memory))
         return found[1]
 
     def bytes(self) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .compiler import Backend
     from .compiler import explain as explain
     from .compiler import report as report
+    from .loading import load as load
     from .options import Options as Options
     from .passes.cluster import Cluster as Cluster
     from .passes.ir import Plan as Plan
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .together import plan_together as plan_together
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Options", "Plan", "Program", "Report", "backend", "explain", "make_cluster", "plan_together", "report"]
+__all__ = ["Cluster", "Options", "Plan", "Program", "Report", "backend", "explain", "load", "make_cluster", "plan_together", "report"]
 
 _WHERE = {
     "Cluster": ".passes.cluster",
@@ -32,6 +33,7 @@ _WHERE = {
     "Program": ".passes.ir",
     "Report": ".reports",
     "explain": ".compiler",
+    "load": ".loading",
     "make_cluster": ".catalogue",
     "plan_together": ".together",
     "report": ".compiler",

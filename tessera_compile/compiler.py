@@ -21,6 +21,7 @@ from .passes.errors import FallbackError, LoweringError, TesseraWarning
 from .runtime.replicas import watch_call
 
 if TYPE_CHECKING:
+    from .loading import LoadedGraph
     from .pipeline import CompiledGraph
     from .reports import GraphReport, Report
     from .runtime.cpu_lanes import CpuLaneExecutor
@@ -156,9 +157,13 @@ def report(compiled: Any) -> Report:
     """What was compiled so far for ``compiled``, one entry a graph.
 
     Raises:
-        TypeError: ``compiled`` is not something that ``torch.compile(…, backend="tessera")`` returned.
+        TypeError: ``compiled`` is not something that ``torch.compile(…, backend="tessera")`` or ``load`` returned.
         RuntimeError: nothing was compiled yet.
     """
+    from .loading import Loaded
+
+    if isinstance(compiled, Loaded):
+        return compiled.report()
     call = torch_compat.compile_of(compiled)
     if call is None:
         raise TypeError(
@@ -175,7 +180,9 @@ def report(compiled: Any) -> Report:
 
 def executors(compiled: Any) -> list[CpuLaneExecutor]:
     """The executors behind ``compiled``, in the order of its graphs; graphs that Inductor runs itself have none."""
-    graphs = _graphs_of(torch_compat.compile_of(compiled))
+    from .loading import Loaded
+
+    graphs = compiled.graphs if isinstance(compiled, Loaded) else _graphs_of(torch_compat.compile_of(compiled))
     return [g.executor for g in graphs if not isinstance(g, str) and g.executor is not None]
 
 
@@ -238,12 +245,18 @@ def _compile(
     graphs: list[Entry],
     *,
     untouched: bool = False,
+    loaded: LoadedGraph | None = None,
 ) -> Callable[..., Any]:
     def inference(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from .pipeline import CompiledGraph, unmatched_pins
 
-        compiled = CompiledGraph(aten, inputs, options, torch_compat.static_input_indices(), len(graphs))
+        static = torch_compat.static_input_indices()
+        if loaded is not None:
+            static = (*static, *loaded.weights_among(inputs))
+        compiled = CompiledGraph(aten, inputs, options, static, len(graphs))
         graphs.append(compiled)
+        if loaded is not None:
+            loaded.adopt(compiled)
         for pattern in unmatched_pins(options, [g.kernels for g in graphs if isinstance(g, CompiledGraph)]):
             modules = ", ".join(sorted({k.module for k in compiled.kernels.kernels if k.module})[:12]) or "none"
             warnings.warn(
@@ -268,7 +281,7 @@ def _compile(
     devices = options.resolved_cluster().devices
     one_lane = len(devices) == 1
     # Inductor alone would run on the caller's stream: on the whole GPU, not on a slice of it, and uncaptured.
-    whole = one_lane and "/" not in devices[0].name and not options.cuda_graphs
+    whole = one_lane and "/" not in devices[0].name and not options.cuda_graphs and loaded is None
     try:
         _check_devices(example_inputs, options)
         if whole and options.codegen == "inductor" and not options.dryrun and not options.pace:
@@ -277,12 +290,19 @@ def _compile(
                 return torch_compat.inductor_compile(gm, example_inputs)
         run = torch_compat.aot_inference(gm, example_inputs, inference, training)
     except GradientsNeeded:
+        if loaded is not None:
+            raise FallbackError(
+                "gradients are needed, and a loaded model is whole on no device that could train it; call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            ) from None
         reason = (
             "gradients are needed, so this graph runs under Inductor on one device; for inference call the model under "
             "torch.no_grad() or torch.inference_mode() (model.eval() alone does not switch gradients off)"
         )
         return _fall_back(gm, example_inputs, reason, options, graphs)
     except LoweringError as error:
+        if loaded is not None:
+            raise
         return _fall_back(gm, example_inputs, f"this graph runs under Inductor on one device: {error}", options, graphs)
     if options.dryrun and isinstance(options.dryrun, str):
         _report_of(graphs).to_json(options.dryrun)

@@ -231,3 +231,39 @@ def test_fake_on_keeps_mode_storage_and_view():
         with base.fake_mode:
             assert (moved + 1).device == torch.device(device)
     assert torch_compat.fake_on(base.to(torch.complex64).conj(), torch.device("cuda:0")).is_conj()
+
+
+def test_stand_ins_are_fake_and_parameters_stay_parameters():
+    found = torch_compat.stand_ins([torch.nn.Parameter(torch.ones(2, 3).t()), torch.ones(4)], torch.device("cuda:1"))
+    assert [isinstance(t, torch.nn.Parameter) for t in found] == [True, False]
+    assert found[0].stride() == (1, 3)
+    assert {t.device for t in found} == {torch.device("cuda:1")}
+    assert torch_compat.fake_mode_of(found) is not None
+
+
+def test_stand_ins_are_traced_like_tensors_and_mix_with_none():
+    (weight,) = torch_compat.stand_ins([torch.nn.Parameter(torch.ones(3, 3), requires_grad=False)], torch.device("cpu"))
+    seen = []
+
+    def backend(gm, inputs):
+        fakes = [torch_compat.in_current_mode(x) for x in inputs if x is weight]
+        mode = torch_compat.current_fake_mode()
+        seen.append([(f.fake_mode is mode, f.device, tuple(f.shape)) for f in fakes])
+        return lambda *args: (torch.full((2, 3), float(any(a is weight for a in args))),)
+
+    with torch.no_grad():
+        result = torch.compile(lambda x: x @ weight, backend=backend)(torch.ones(2, 3))
+    assert seen == [[(True, torch.device("cpu"), (3, 3))]]
+    assert torch.equal(result, torch.ones(2, 3))
+    with pytest.raises(AssertionError, match="FakeTensor"):
+        torch.ones(2, 3) @ weight
+
+
+def test_cause_of_finds_what_a_backend_raised():
+    def backend(gm, inputs):
+        raise KeyError("mine")
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert isinstance(torch_compat.cause_of(caught.value), KeyError)
+    assert torch_compat.cause_of(error := ValueError()) is error
