@@ -2,7 +2,8 @@
 
 Kernels are walked in the lowered order. A lane's open segment ends *after* a kernel whose value leaves the device (so that
 the send need not wait for the rest) and *before* a kernel with a remote input that was produced after the segment began, or
-with a second effect.
+with a second effect. A plan for latency also ends it before any kernel with a remote input: what comes before need not wait for
+it, as the plan's makespan assumes.
 So every kernel of a segment comes, in the lowered order, before every kernel of a segment that depends on it across lanes.
 
 Each send stands before the next run of the lane that made its value, and its receive at the same point of a global order of
@@ -36,7 +37,7 @@ def schedule(ddg: nx.DiGraph, plan: Plan, *, one_kernel_a_segment: bool = False)
         raise PlanError("the plan places other kernels than the dependence graph has; partition this graph again")
     lane_of = {k: plan.devices.index(plan.placement[k]) for k in names}
     home = plan.devices.index(plan.home)
-    segments = _segments(ddg, graph, lane_of, home, one_kernel_a_segment)
+    segments = _segments(ddg, graph, lane_of, home, one_kernel_a_segment, eager=plan.objective == "latency")
     events = _events(ddg, graph, lane_of, segments, home, len(plan.devices))
     return Program(
         tuple(Lane(index, device, _lane(graph, events[index], index == home)) for index, device in enumerate(plan.devices))
@@ -44,9 +45,9 @@ def schedule(ddg: nx.DiGraph, plan: Plan, *, one_kernel_a_segment: bool = False)
 
 
 def _segments(
-    ddg: nx.DiGraph, graph: KernelGraph, lane_of: Mapping[str, int], home: int, one_kernel_a_segment: bool
+    ddg: nx.DiGraph, graph: KernelGraph, lane_of: Mapping[str, int], home: int, one_kernel_a_segment: bool, eager: bool
 ) -> list[tuple[str, ...]]:
-    """Runs of kernels on one lane, in the order in which they end."""
+    """Runs of kernels on one lane, in the order in which they end. eager: none waits for what only a later kernel needs."""
     position = {k.name: i for i, k in enumerate(graph.kernels)}
     open_at: dict[int, list[str]] = {}
     done: list[tuple[str, ...]] = []
@@ -59,7 +60,7 @@ def _segments(
     for kernel in graph.kernels:
         lane = lane_of[kernel.name]
         remote = [position[p] for p in ddg.predecessors(kernel.name) if lane_of[p] != lane]
-        if lane in open_at and any(p > position[open_at[lane][0]] for p in remote):
+        if lane in open_at and any(eager or p > position[open_at[lane][0]] for p in remote):
             close(lane)
         # A compiler may reorder two draws from one generator, or two prints, that it sees in one segment.
         if kernel.effect and any(graph[k].effect for k in open_at.get(lane, ())):

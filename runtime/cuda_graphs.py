@@ -3,11 +3,12 @@
 Weights, constants and state are read where they lie; a call that passes them at other addresses captures again. Other inputs
 are copied into static buffers, outputs are copied out, inputs that the graph overwrites are copied back. The lanes' streams
 are forked from the capturing stream and joined to it by the events of the program, so one graph spans all lanes, and its
-memory is a private pool.
+memory is a private pool on each device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class _Captured:
     copied: tuple[str, ...]
     copies: Callable[[], list[Any]]  # of the outputs, on the current stream
     backs: tuple[str, ...]
-    watched: tuple[Any, ...]  # tensors whose addresses are baked in, kept alive
+    watched: tuple[Any, ...]  # tensors whose addresses are baked in, and pools of other devices, kept alive
     held: list[int]  # addresses of the replicas
 
 
@@ -142,16 +143,22 @@ class GraphedExecutor:
         stream = torch.cuda.Stream(home)
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
+        others: list[Any] = []
         # A failed capture must not have changed anything: capturing enqueues nothing, so state is as it was.
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-                outputs = inner.issue(dict(static), held)
+            with contextlib.ExitStack() as pools:
+                for device in sorted({lane.device.index or 0 for lane in inner.lanes} - {home.index or 0}):
+                    pool = torch.cuda.MemPool()  # the capture's own pool is of its own device alone
+                    pools.enter_context(torch.cuda.use_mem_pool(pool, device=torch.device("cuda", device)))
+                    others.append(pool)
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                    outputs = inner.issue(dict(static), held)
         except BaseException:
             torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
             raise
         current.wait_stream(stream)
         backs = tuple(n for n in inner.graph.mutated if n in copied)
-        watched = (*(v for n, v in tensors.items() if n in self._static), *held.values())
+        watched = (*(v for n, v in tensors.items() if n in self._static), *held.values(), *others)
         return _Captured(graph, static, copied, copies_of(outputs), backs, watched, [t.data_ptr() for t in held.values()])
 
     def _replay(

@@ -252,8 +252,8 @@ class CudaLaneExecutor:
             for lane in self.lanes:
                 current.wait_event(lane.compute.record_event())
             for pair in issue.used:
-                current.wait_event(self.links[pair].out.record_event())
-                current.wait_event(self.links[pair].into.record_event())
+                for event in self.links[pair].drain():
+                    current.wait_event(event)
         if self.pace is not None:
             with torch.cuda.stream(current):
                 self.pace.end()

@@ -44,8 +44,8 @@ _ODD = (1, 3, 4099, (1 << 20) + 5)
 
 
 class Transport(Protocol):
-    """``copy`` enqueues the copy of ``source`` into ``target``, bytes of one size that lie closely, and returns the stream
-    behind which the copy is done. Both streams of the link are already behind what it has to wait for."""
+    """``copy`` enqueues the copy of ``source`` into ``target``, tensors of one layout whose elements lie closely, and returns the
+    stream behind which the copy is done. Both streams of the link are already behind what it has to wait for."""
 
     name: str
 
@@ -54,7 +54,10 @@ class Transport(Protocol):
 
 @dataclass
 class Link:
-    """One direction between two lanes: ``out`` is a stream of the sending lane, ``into`` one of the receiving."""
+    """One direction between two lanes: ``out`` is a stream of the sending lane, ``into`` one of the receiving.
+
+    ``busy``: the streams used since :meth:`drain`; ``moved_bytes`` counts.
+    """
 
     source: LaneStreams
     target: LaneStreams
@@ -62,6 +65,7 @@ class Link:
     into: torch.cuda.Stream
     transport: Transport
     moved_bytes: int = field(default=0, repr=False)
+    busy: dict[int, torch.cuda.Stream] = field(default_factory=dict, repr=False)
 
     def fetch(
         self, payload: torch.Tensor, ready: torch.cuda.Event, room: torch.Tensor | None = None
@@ -70,16 +74,20 @@ class Link:
 
         ready: behind what made the payload. room: where to put it, of its shape, strides and dtype; by default new memory.
         """
-        if room is not None and not (payload.is_conj() or payload.is_neg() or overlaps(payload)):
-            return room, self.update(room, payload, [ready])
         if payload.is_conj():
             got, done = self.fetch(payload.conj(), ready)
             return got.conj(), done
         if payload.is_neg():
             got, done = self.fetch(torch_compat.negative_view(payload), ready)
             return torch_compat.negative_view(got), done
-        with torch.cuda.device(self.target.device), torch.cuda.stream(self.into):
-            if overlaps(payload):  # expanded dimensions share elements: the span of memory that it covers
+        near = getattr(self.transport, "near", None)
+        if room is None and near is not None and payload.is_contiguous() and self.source.device == self.target.device:
+            return self._near(near, payload, ready)
+        spread = not payload.is_contiguous() and overlaps(payload)
+        if room is not None and not spread:
+            return room, self.update(room, payload, [ready])
+        with torch.cuda.stream(self.into):
+            if spread:  # expanded dimensions share elements: the span of memory that it covers
                 span = 1 + sum((size - 1) * stride for size, stride in zip(payload.shape, payload.stride(), strict=True))
                 room = torch.empty((span,), dtype=payload.dtype, device=self.target.device)
                 got = room.as_strided(payload.shape, payload.stride(), 0)
@@ -88,61 +96,82 @@ class Link:
                 got = room = torch.empty_strided(payload.shape, payload.stride(), dtype=payload.dtype, device=self.target.device)
         return got, self.update(room, payload, [ready])
 
+    def _near(
+        self, near: Callable[[Link, torch.Tensor], tuple[torch.cuda.Stream, Callable[[], torch.Tensor]]], payload: torch.Tensor,
+        ready: torch.cuda.Event,
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:  # fmt: skip
+        """Within one GPU one stream does it all: the host has few calls to make."""
+        stream, copy = near(self, payload)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            got = copy()
+        used_on(payload, stream)
+        self.busy[id(stream)] = stream
+        self.moved_bytes += payload.nbytes
+        return got, stream.record_event()
+
     def update(self, target: torch.Tensor, payload: torch.Tensor, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
         """Copy ``payload`` into ``target``, memory of the receiver, behind the events; the event behind the copy."""
         for event in after:
             self.out.wait_event(event)
             self.into.wait_event(event)
+        self.busy.update({id(self.out): self.out, id(self.into): self.into})
         if payload.numel() == 0:
             arrived: torch.cuda.Event = self.into.record_event()
             return arrived
         # New memory belongs to `into`: what it was before has been used up to here.
         self.out.wait_event(self.into.record_event())
-        self.moved_bytes += payload.numel() * payload.element_size()
-        from_, to = as_bytes(payload), as_bytes(target)
-        if from_ is None or to is None or payload.stride() != target.stride():
+        self.moved_bytes += payload.nbytes
+        if payload.stride() != target.stride() or not lies_closely(payload):
             done = self._packed(target, payload)
         else:
-            done = self.transport.copy(self, to, from_)
+            done = self.transport.copy(self, target, payload)
         behind: torch.cuda.Event = done.record_event()
-        used_on(payload, self.out)
-        used_on(payload, self.into)
-        used_on(target, self.into)
-        used_on(target, self.out)
+        for stream in (self.out, self.into):
+            used_on(payload, stream)
+            used_on(target, stream)
         return behind
 
     def _packed(self, target: torch.Tensor, payload: torch.Tensor) -> torch.cuda.Stream:
         """What does not lie closely is packed by the sender and unpacked by the receiver."""
-        with torch.cuda.device(self.source.device), torch.cuda.stream(self.out):
+        with torch.cuda.stream(self.out):
             packed = payload.clone(memory_format=torch.contiguous_format)
-        with torch.cuda.device(self.target.device), torch.cuda.stream(self.into):
+        with torch.cuda.stream(self.into):
             received = torch.empty(payload.shape, dtype=payload.dtype, device=self.target.device)
         self.into.wait_event(self.out.record_event())
         self.out.wait_event(self.into.record_event())
-        from_, to = as_bytes(packed), as_bytes(received)
-        assert from_ is not None
-        assert to is not None
-        done = self.transport.copy(self, to, from_)
+        done = self.transport.copy(self, received, packed)
         self.into.wait_event(done.record_event())
         used_on(packed, self.into)
         used_on(received, self.out)
-        with torch.cuda.device(self.target.device), torch.cuda.stream(self.into):
+        with torch.cuda.stream(self.into):
             target.copy_(received)
         return self.into
 
+    def drain(self) -> list[torch.cuda.Event]:
+        """Events behind all that was moved since the last call."""
+        events = [stream.record_event() for stream in self.busy.values()]
+        self.busy.clear()
+        return events
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a tensor whose elements lie closely, in any order of dimensions, as bytes; None for others."""
-    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        return None
+
+def lies_closely(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one range of memory, in any order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:
-            return None
+            return False
         expected *= size
-    size = tensor.element_size()
+    return True
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor whose elements lie closely."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(tensor.untyped_storage(), int(tensor.storage_offset()) * size, (tensor.numel() * size,), (1,))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return raw.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
 def used_on(value: Any, stream: torch.cuda.Stream) -> None:
@@ -163,35 +192,62 @@ class Engine:
             target.copy_(source, non_blocking=True)
         return link.into
 
+    def near(self, link: Link, source: torch.Tensor) -> tuple[torch.cuda.Stream, Callable[[], torch.Tensor]]:
+        return link.into, source.clone
+
 
 class CopyKernel:
     name = "kernel"
 
     def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
         _enable_peer(link.source.device.index or 0, link.target.device.index or 0)
-        _move(link, target, source, None, None)
+        with torch.cuda.stream(link.out):
+            _move(link, target, source, None, None)
         return link.out
+
+    def near(self, link: Link, source: torch.Tensor) -> tuple[torch.cuda.Stream, Callable[[], torch.Tensor]]:
+        def copy() -> torch.Tensor:
+            target = torch.empty_like(source)
+            if source.nbytes:
+                _move(link, target, source, None, None)
+            return target
+
+        return link.out, copy
 
 
 def _move(
     link: Link, target: torch.Tensor, source: torch.Tensor, arrived: torch.Tensor | None, flag: torch.Tensor | None
 ) -> None:
-    blocks = max(1, min(2 * link.source.sms, math.ceil(source.numel() / (256 * 64))))
-    with torch.cuda.device(link.source.device), torch.cuda.stream(link.out):
-        launch("move_bytes", blocks, 256, source, target, source.numel(), arrived, flag)
+    """On the current stream."""
+    nbytes = source.nbytes
+    blocks = max(1, min(2 * link.source.sms, math.ceil(nbytes / (256 * 64))))
+    launch("move_bytes", blocks, 256, source, target, nbytes, arrived, flag)
 
 
 @dataclass
 class Peer:
-    """``kernel`` up to ``most`` bytes, ``engine`` for more."""
+    """``kernel`` up to ``most`` bytes, ``engine`` for more; inside a capture, where the host's calls cost nothing, up to
+    ``most_captured``."""
 
     most: int
+    most_captured: int
     name: str = "peer"
     small: CopyKernel = field(default_factory=CopyKernel)
     large: Engine = field(default_factory=Engine)
 
+    def _of(self, nbytes: int) -> CopyKernel | Engine:
+        if nbytes > max(self.most, self.most_captured):
+            return self.large
+        most = self.most
+        if self.most != self.most_captured and torch.cuda.is_current_stream_capturing():
+            most = self.most_captured
+        return self.small if nbytes <= most else self.large
+
     def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
-        return (self.small if source.numel() <= self.most else self.large).copy(link, target, source)
+        return self._of(source.nbytes).copy(link, target, source)
+
+    def near(self, link: Link, source: torch.Tensor) -> tuple[torch.cuda.Stream, Callable[[], torch.Tensor]]:
+        return self._of(source.nbytes).near(link, source)
 
 
 class Gpu:
@@ -209,14 +265,13 @@ class Gpu:
 
     def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
         with torch.cuda.stream(link.out):
-            capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
-            _move(link, target, source, None, None)
-            link.into.wait_event(link.out.record_event())
-            return link.into
-        # Issued in this order, so that streams which share a hardware queue cannot wait for each other.
-        wait_value(link.out, self.flag, 0)
-        _move(link, target, source, self.arrived, self.flag)
+            if torch.cuda.is_current_stream_capturing():
+                _move(link, target, source, None, None)
+                link.into.wait_event(link.out.record_event())
+                return link.into
+            # Issued in this order, so that streams which share a hardware queue cannot wait for each other.
+            wait_value(link.out, self.flag, 0)
+            _move(link, target, source, self.arrived, self.flag)
         wait_value(link.into, self.flag, 1)
         write_value(link.into, self.flag, 0)
         return link.into
@@ -249,6 +304,7 @@ class Host:
         self._pairs = [_Pair(), _Pair()]  # of calls as they are issued, and of captured graphs, whose events are their own
 
     def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
+        target, source = as_bytes(target), as_bytes(source)
         with torch.cuda.stream(link.out):
             capturing, capture = torch.cuda.is_current_stream_capturing(), _capture_id(link.out)
         pair = self._pairs[capturing]
@@ -260,10 +316,10 @@ class Host:
             buffer = pair.buffers[at][: end - start]
             if (free := pair.free[at]) is not None:
                 link.out.wait_event(free)
-            with torch.cuda.device(link.source.device), torch.cuda.stream(link.out):
+            with torch.cuda.stream(link.out):
                 buffer.copy_(source[start:end], non_blocking=True)
             link.into.wait_event(link.out.record_event())
-            with torch.cuda.device(link.target.device), torch.cuda.stream(link.into):
+            with torch.cuda.stream(link.into):
                 target[start:end].copy_(buffer, non_blocking=True)
             pair.free[at] = link.into.record_event()
         return link.into
@@ -296,8 +352,8 @@ class Nccl:
         comms = _communicators(tuple(sorted({a, b})))
         out = link.into if a == b else link.out
         with group():
-            comms[a].send(source, comms[b].rank, stream=out.cuda_stream)
-            comms[b].recv(target, comms[a].rank, stream=link.into.cuda_stream)
+            comms[a].send(as_bytes(source), comms[b].rank, stream=out.cuda_stream)
+            comms[b].recv(as_bytes(target), comms[a].rank, stream=link.into.cuda_stream)
         return link.into
 
 
@@ -435,10 +491,11 @@ def _choose(link: Link, wanted: str) -> tuple[LinkReport, Callable[[Link], Trans
         raise ClusterError(f"no value arrives from {link.source.device} at {link.target.device} as it was sent")
     if len(tried) == 2:
         engine, kernel = tried
-        most = max((size for size in SIZES if kernel.captured_us[size] < engine.captured_us[size]), default=0)
-        link.transport = Peer(most)
+        most = max((size for size in SIZES if kernel.us[size] < engine.us[size]), default=0)
+        captured = max((size for size in SIZES if kernel.captured_us[size] < engine.captured_us[size]), default=0)
+        link.transport = Peer(most, captured)
         both = Proven("peer", _time(link), _time_captured(link))
-        return LinkReport(both, tuple(tried)), lambda _: Peer(most)
+        return LinkReport(both, tuple(tried)), lambda _: Peer(most, captured)
     return LinkReport(tried[0], tuple(tried), tuple(corrupt)), makers[tried[0].transport]
 
 
@@ -495,11 +552,12 @@ def _time_captured(link: Link) -> dict[int, float]:
         for size in SIZES:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
             current = torch.cuda.current_stream()
+            link.busy.clear()
             try:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
                     _chain(link, data[:size], stream.record_event())
-                    for end_of in (link.out, link.into):
-                        stream.wait_event(end_of.record_event())
+                    for event in link.drain():
+                        stream.wait_event(event)
             except Exception:
                 torch.cuda.set_stream(current)
                 torch.cuda.synchronize(device)

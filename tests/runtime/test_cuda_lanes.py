@@ -311,7 +311,7 @@ def test_an_emulated_pair_takes_the_time_that_its_plan_predicts():
     first, all_ = seen
     assert (first.requests, all_.requests) == (5, 45)
     assert all_.steps - first.steps == 40 * first.steps // 5 > 40 * 7
-    assert all_.overran == first.overran
+    assert all_.overran - first.overran <= 0.01 * (all_.steps - first.steps)  # more, and an emulation is void
     mean = (45 * all_.mean_us - 5 * first.mean_us) / 40
     predicted = report(run).graphs[0].plan.makespan_us
     assert 0.95 * predicted < mean < 1.1 * predicted
