@@ -47,10 +47,10 @@ def load(model: torch.nn.Module, state_dict: StateDict | None = None, **options:
         model: on the meta device, or wherever its weights are not in the way, such as the CPU. It is neither changed nor moved:
             a copy of it is compiled, which has its structure and whatever it holds besides parameters and buffers.
         state_dict: as for ``model.load_state_dict``, strictly, dtypes included; of tied weights one name is enough. Buffers that
-            are not persistent are taken from the model, or from here under their full names. Each tensor is read when a lane
-            comes to use it, once for each memory that will hold it: a mapping that reads from disk (memory-mapped, or lazy in
-            its ``__getitem__``) is never whole in memory. It must stay readable and as it is while the model is in use. None:
-            all values are the model's own.
+            are not persistent are taken from the model, or from here under their full names. Each tensor is asked for
+            once here, to be checked, and again when a lane comes to use it, once for each memory that will hold it: a mapping
+            that reads from disk (memory-mapped, or lazy in its ``__getitem__``) is never whole in memory. It must stay readable
+            and as it is while the model is in use. None: all values are the model's own.
         options: those of the backend, but for ``dryrun``.
 
     Returns:

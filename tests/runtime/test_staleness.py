@@ -65,9 +65,9 @@ def refreshes(monkeypatch):
     found: list[torch.Tensor] = []
     original = replicas.refreshed
 
-    def refreshed(replica: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
+    def refreshed(replica: torch.Tensor | None, source: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         found.append(source)
-        return original(replica, source)
+        return original(replica, source, device)
 
     monkeypatch.setattr(replicas, "refreshed", refreshed)
     return found

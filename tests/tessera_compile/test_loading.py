@@ -234,7 +234,7 @@ def test_gradients_are_refused():
 # -- where weights come from
 
 
-class Lazy(dict):
+class Lazy(dict):  # A subclass: what it does when it is asked counts.
     """Makes a tensor whenever it is asked for one, and knows how many of them are alive."""
 
     def __init__(self, state):
@@ -510,6 +510,25 @@ def test_a_second_graph_goes_where_the_weights_are_if_there_is_no_room_for_both_
 
 
 @torch.no_grad()
+def test_plans_made_together_give_back_the_copies_that_they_do_without():
+    real = TwoPhases()
+    loaded = tessera_compile.load(on_meta(TwoPhases), real.state_dict(), planner="alternate", **QUICK)
+    x = torch.randn(2, 64)
+    with tessera_compile.plan_together() as together:
+        for back in (False, True):
+            with together.phase(str(back)):
+                loaded(x, back)
+    assert together.shared == nbytes(real.parameters())  # Handles tell that both graphs read the same weights.
+    for graph in loaded.graphs:
+        graph.replan({k.name: "cpu#1" for k in graph.kernels.kernels}, "by hand")
+    for back in (False, True):
+        assert torch.equal(loaded(x, back), real(x, back))
+    held = loaded.memory()
+    assert (held["cpu#0"].weights, held["cpu#1"].weights) == (0, nbytes(real.parameters()))
+    assert all(h.weights == h.planned for h in held.values())
+
+
+@torch.no_grad()
 def test_kernels_that_need_real_data_are_timed_on_the_weights():
     class Gather(torch.nn.Module):
         def __init__(self):
@@ -553,3 +572,47 @@ def test_calls_from_threads_and_other_weights_between_them():
         thread.join()
     assert not wrong
     assert executed(loaded) == 41
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@torch.no_grad()
+@pytest.mark.parametrize("cuda_graphs", [False, True, "segments"])
+@pytest.mark.parametrize("cluster", ["cuda:0/48sm,cuda:0/64sm", "cuda:0"])
+def test_on_slices_of_a_gpu_weights_are_held_once(cluster, cuda_graphs):
+    real = Stateful().eval().cuda()
+    state = {k: v.cpu() for k, v in real.state_dict().items()}
+    model = copy.deepcopy(real).cpu()
+    loaded = tessera_compile.load(
+        model, state, cluster=cluster, planner="alternate", cuda_graphs=cuda_graphs, codegen="inductor", profile="model"
+    )
+    for step in range(5):
+        x = torch.randn(4, 8, device="cuda")
+        torch.testing.assert_close(loaded(x), real(x), rtol=1e-4, atol=1e-4)
+        if step == 3:
+            other = Stateful().state_dict()
+            loaded.load_state_dict(other)
+            real.load_state_dict(other)
+    torch.testing.assert_close(loaded.state_dict()["count"], real.count)
+    held = loaded.memory()
+    assert list(held) == ["cuda:0"]
+    parameters = nbytes(real.parameters()) + nbytes([real.norm.running_mean, real.norm.running_var])
+    assert held["cuda:0"].weights == parameters  # Once, though both slices read them.
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
+@torch.no_grad()
+def test_on_two_gpus_each_holds_what_it_reads():
+    real = Mlp(width=64, depth=8).eval()
+    weights = nbytes(real.state_dict().values())
+    limit = {0: int(weights * 0.7) + 2**20, 1: int(weights * 0.7) + 2**20}
+    loaded = tessera_compile.load(
+        on_meta(lambda: Mlp(width=64, depth=8)), real.state_dict(), cluster="cuda:0,cuda:1", planner="alternate",
+        max_memory=limit, profile="model",
+    )  # fmt: skip
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(loaded(x.cuda()).cpu(), real(x), rtol=1e-4, atol=1e-4)
+    held = loaded.memory()
+    assert set(held) == {"cuda:0", "cuda:1"}
+    assert all(0 < h.weights == h.planned < weights for h in held.values())
