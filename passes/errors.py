@@ -45,3 +45,11 @@ class FallbackError(TesseraError):
 
 class TesseraWarning(UserWarning):
     """Category of every warning of this package, so that one filter catches them all."""
+
+
+class EngineError(TesseraError, RuntimeError):
+    """An engine cannot do what was asked of it: it is closed, or the request was dropped when it closed."""
+
+
+class EngineFullError(EngineError):
+    """The engine's queue is full, and the caller did not want to wait (any longer)."""

@@ -31,13 +31,15 @@ from .errors import ProgramError
 from .ir import Out, Program, Recv, Run, Send, Signal, Wait
 
 _EPS = 1e-6  # µs
-_LONGER = (1.002, 1.01)  # The second period that is tried, over the shortest; each later one over that before it.
-_MOVES = 400  # Operations moved in search of a smaller latency, of which each costs time in proportion to their number.
+_LONGER = 1.03  # Each period that is tried, over that before it.
+#: Operations that are moved in search of a smaller latency: at most so many, and so many times the number of operations, since
+#: each attempt places all anew.
+_MOVES, _PLACED = 400, 20_000
 
 
 @dataclass(frozen=True)
 class Part:
-    """Instructions ``first`` … ``last`` of a lane's program, which it executes together for the request ``stage`` periods back."""
+    """Instructions ``first`` … ``last`` of a lane's program, executed together for the request ``stage`` periods back."""
 
     first: int
     last: int
@@ -116,7 +118,7 @@ def steady(
             return made
         if period >= alone:
             raise ProgramError(f"slots={slots!r}: at least one request must be in flight")
-        period = min(alone, max(shortest * _LONGER[0], period * _LONGER[1]))
+        period = min(alone, period * _LONGER)
 
 
 def verify_steady(programs: Sequence[Steady], slots: int) -> None:
@@ -150,9 +152,9 @@ def verify_steady(programs: Sequence[Steady], slots: int) -> None:
                 # Within a period parts stand in their order; a stage is a period later.
                 keyed += [((i + part.stage, order, i), (i, at)) for at in range(part.first, part.last + 1)]
         orders.append([step for _, step in sorted(keyed)])
-    for lane, order in enumerate(orders):
+    for lane, steps in enumerate(orders):
         for i in range(requests):
-            found = [at for r, at in order if r == i]
+            found = [at for r, at in steps if r == i]
             expected = len(programs[i % len(programs)].program.lanes[lane].instructions)
             if found != list(range(expected)):
                 raise ProgramError(f"lane {lane} executes request {i}'s instructions as {found}, not 0 … {expected - 1} in order")
@@ -252,7 +254,7 @@ def _best(operations: Sequence[_Operation], period: float, resources: Sequence[t
     movable = [r for r in packed if len(packed[r]) > 2]
     random = Random(0)
     least = latency(best)
-    for _ in range(min(_MOVES, 200_000 // max(1, len(operations))) if movable else 0):
+    for _ in range(min(_MOVES, _PLACED // max(1, len(operations))) if movable else 0):
         resource = random.choice(movable)
         order = list(packed[resource])
         order.insert(random.randrange(len(order)), order.pop(random.randrange(len(order))))
@@ -325,7 +327,7 @@ def _place(operations: Sequence[_Operation], period: float, packed: Mapping[tupl
 
 
 def _overlap(operations: Sequence[_Operation], starts: Sequence[float], resource: tuple[int, ...], period: float) -> bool:
-    arcs = sorted((starts[i] % period, o.us) for i, o in enumerate(operations) if o.resource == resource and o.us > 0)
+    arcs = sorted((s % period, o.us) for s, o in zip(starts, operations, strict=True) if o.resource == resource and o.us > 0)
     if not arcs:
         return False
     after = [*arcs[1:], (arcs[0][0] + period, 0.0)]

@@ -86,7 +86,7 @@ class CpuLaneExecutor:
         held = {i: instruction.values for i, _, instruction in program if isinstance(instruction, Hold)}
         self.replicas = {lane: {v: Replica(memory=program.lanes[lane].device) for v in values} for lane, values in held.items()}
         self._held = tuple(dict.fromkeys(v for values in held.values() for v in values))
-        self._writers = {(lane, s) for (lane, _), segment in self.segments.items() for s, _ in segment.written}
+        self.writers = {(lane, s) for (lane, _), segment in self.segments.items() for s, _ in segment.written}
         names = [o for o in graph.outputs if o is not None]
         self._finish = codegen.compile(graph, [], names)
         self._constants = constants(graph)
@@ -101,13 +101,10 @@ class CpuLaneExecutor:
         Returns:
             The graph's outputs, in order.
         """
-        inputs = dict(zip(self.graph.inputs, args, strict=True))
-        args.clear()
-        hosts = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
+        inputs, envs = self.open(args)
+        home = envs[self.home]
         request = _Request(self.lanes, self.pace.begin(self.lanes) if self.pace is not None else None)
-        envs: list[dict[str, Any]] = [dict(hosts) for _ in range(self.lanes)]
-        home = envs[self.home] = {**self._constants, **inputs}
-        request.seen = {v: sight(home[v]) for v in self._held}
+        request.seen = self.sightings(home)
         if self.lanes == 1:
             self._lane(0, home, request)
         else:
@@ -116,6 +113,23 @@ class CpuLaneExecutor:
             at_exit(inputs[value], partial(self.replicas[lane][value].mark, use))
         if self.pace is not None and request.paced is not None:
             self.pace.add(request.paced)
+        return self.close(home, inputs)
+
+    def open(self, args: list[Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The inputs by name, and what each lane knows when a request starts; ``args`` is emptied."""
+        inputs = dict(zip(self.graph.inputs, args, strict=True))
+        args.clear()
+        hosts = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
+        envs: list[dict[str, Any]] = [dict(hosts) for _ in range(self.lanes)]
+        envs[self.home] = {**self._constants, **inputs}
+        return inputs, envs
+
+    def sightings(self, home: dict[str, Any]) -> dict[str, Sighting]:
+        """The residents that other lanes hold, as they are at the entry of this call."""
+        return {v: sight(home[v]) for v in self._held}
+
+    def close(self, home: dict[str, Any], inputs: dict[str, Any]) -> list[Any]:
+        """The graph's outputs, in order, from what the home lane knows in the end."""
         finished = self._finish.call([lookup(home, name) for name in self._finish.inputs])
         results = iter(outputs_apart(self.graph, finished, inputs))
         with self._count_lock:
@@ -193,7 +207,7 @@ class CpuLaneExecutor:
                     replica = self.replicas[lane][value]
                     use = replica.bring(request.seen[value], volatile=value in self.graph.mutated)
                     env[value] = replica.tensor
-                    if (lane, value) in self._writers:
+                    if (lane, value) in self.writers:
                         request.written_replicas.append((lane, value, use))
             elif isinstance(instruction, Free):
                 for value in instruction.values:

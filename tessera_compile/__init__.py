@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .compiler import Backend
     from .compiler import explain as explain
     from .compiler import report as report
+    from .engine import Engine as Engine
+    from .engine import mark_token as mark_token
     from .loading import load as load
     from .options import Options as Options
     from .passes.cluster import Cluster as Cluster
@@ -24,10 +26,25 @@ if TYPE_CHECKING:
     from .together import plan_together as plan_together
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "Options", "Plan", "Program", "Report", "backend", "explain", "load", "make_cluster", "plan_together", "report"]
+__all__ = [
+    "Cluster",
+    "Engine",
+    "Options",
+    "Plan",
+    "Program",
+    "Report",
+    "backend",
+    "explain",
+    "load",
+    "make_cluster",
+    "mark_token",
+    "plan_together",
+    "report",
+]
 
 _WHERE = {
     "Cluster": ".passes.cluster",
+    "Engine": ".engine",
     "Options": ".options",
     "Plan": ".passes.ir",
     "Program": ".passes.ir",
@@ -35,6 +52,7 @@ _WHERE = {
     "explain": ".compiler",
     "load": ".loading",
     "make_cluster": ".catalogue",
+    "mark_token": ".engine",
     "plan_together": ".together",
     "report": ".compiler",
 }
