@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tessera_compile.passes import partition, schedule, verify
@@ -99,6 +99,8 @@ def test_every_equation_holds_and_lanes_that_follow_the_order_reach_the_period(c
     check(made, run_us, transfer_us)
     verify_steady([made], made.slots)
     route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us, starts=made.starts, period=made.period_us)
+    # Segments without any length begin where others do, and their order is then not that of their starts.
+    assume(all(us > 0 for us in run_us.values()))
     ran = drive(lambda _: route, [0.0] * 40, lanes=len(program.lanes), inflight=made.slots + 2, order="static")
     assert ran.period <= made.period_us * 1.001 + 1e-3
 
