@@ -34,6 +34,7 @@ from .profile_cache import ProfileCache, setting
 from .profiler import captured_values, invented_inputs, needs_real_call, untimed
 from .replicas import own_copy
 from .roofline import model_profile, roofline_us
+from .weights import present
 
 _LAUNCHES, _MIN_REPLAYS, _MAX_REPLAYS, _ENOUGH_SECONDS = 10, 5, 40, 0.03
 
@@ -228,7 +229,7 @@ class _Timer:
                 with torch.random.fork_rng():
                     self._captured = captured_values(self.graph, self.real)
             env = self._captured
-        inputs = [lookup(env, name) for name in compiled.inputs]
+        inputs = [present(lookup(env, name)) for name in compiled.inputs]
         return [own_copy(v) if name in compiled.writes else v for name, v in zip(compiled.inputs, inputs, strict=True)]
 
     def _here(self, value: Any) -> Any:

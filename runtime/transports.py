@@ -508,8 +508,14 @@ def prove(link: Link) -> Proven | None:
     with torch.no_grad(), torch.cuda.device(source.device):
         data = _pattern(link)
         ready = torch.cuda.current_stream().record_event()
-        sent = [data[offset : offset + size] for size in (*_ODD, SIZES[-1]) for offset in (0, 7)]
-        got = [link.fetch(part, ready) for part in sent]
+        sent, got = [], []
+        for size in (*_ODD, SIZES[-1]):
+            for offset in (0, 7):
+                part = data[offset : offset + size]
+                with torch.cuda.stream(link.into):  # into new memory, and into memory that is there
+                    room = torch.empty(size, dtype=torch.uint8, device=link.target.device) if offset else None
+                sent.append(part)
+                got.append(link.fetch(part, ready, room))
         for (arrived, done), part in zip(got, sent, strict=True):
             done.synchronize()
             if not torch.equal(arrived.cpu(), part.cpu()):

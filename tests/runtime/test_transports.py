@@ -10,7 +10,7 @@ import torch
 from tessera_compile import make_cluster
 from tessera_compile.passes.errors import ClusterError, TesseraWarning
 from tessera_compile.runtime import transports
-from tessera_compile.runtime.cuda_streams import lane_streams
+from tessera_compile.runtime.cuda_streams import LaneStreams, lane_streams
 from tessera_compile.runtime.transports import (
     CHUNK,
     as_bytes,
@@ -192,8 +192,9 @@ def test_a_path_that_corrupts_is_replaced_by_the_host(monkeypatch):
         return link.into
 
     monkeypatch.setattr(transports, "_reports", {})
-    monkeypatch.setattr(transports.Engine, "copy", flips)
-    monkeypatch.setattr(transports.CopyKernel, "copy", flips)
+    for kind in (transports.Engine, transports.CopyKernel):
+        monkeypatch.setattr(kind, "copy", flips)
+        monkeypatch.setattr(kind, "near", None)
     with pytest.warns(TesseraWarning, match="did not arrive as it was sent"):
         way = link("auto")
     report = link_report(way.source, way.target, "auto")
@@ -225,3 +226,56 @@ def test_nccl_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "nccl.core", None)
     with pytest.raises(ClusterError, match="needs the package nccl4py"):
         transports._communicators((0,))
+
+
+class _Stub:
+    name = "host"
+
+
+@pytest.mark.parametrize("wanted", ["auto", "peer", "gpu", "nccl"])
+def test_what_is_chosen_where_a_path_corrupts(monkeypatch, wanted):
+    """The choice alone, with no GPU: what `prove` says of each transport is given."""
+    lane = LaneStreams(torch.device("cuda", 0), None, 8)
+    stubbed = {
+        "Host": _Stub,
+        "Gpu": lambda _: type("G", (), {"name": "gpu"})(),
+        "Nccl": lambda: type("N", (), {"name": "nccl"})(),
+    }
+    for name, stub in stubbed.items():
+        monkeypatch.setattr(transports, name, stub)
+    good = transports.Proven("host", dict.fromkeys(transports.SIZES, 5.0), dict.fromkeys(transports.SIZES, 4.0))
+    monkeypatch.setattr(transports, "prove", lambda way: good if way.transport.name == "host" else None)
+    way = transports.Link(lane, lane, None, None, transports.Engine())
+    with pytest.warns(TesseraWarning, match="did not arrive as it was sent"):
+        report, make = transports._choose(way, wanted)
+    assert report.chosen is good
+    assert report.corrupt == (("engine", "kernel") if wanted in ("auto", "peer") else (wanted,))
+    assert make(way).name == "host"
+    monkeypatch.setattr(transports, "prove", lambda way: None)
+    with pytest.raises(ClusterError, match="no value arrives from cuda:0 at cuda:0"):
+        transports._choose(way, wanted)
+
+
+def test_the_faster_way_is_chosen_for_each_size(monkeypatch):
+    lane = LaneStreams(torch.device("cuda", 0), None, 8)
+    us = {"engine": (10.0, 10.0, 20.0, 500.0), "kernel": (4.0, 6.0, 30.0, 900.0)}
+    issued = {"engine": (9.0, 9.0, 20.0, 500.0), "kernel": (12.0, 12.0, 30.0, 900.0)}
+
+    def prove(way):
+        name = way.transport.name
+        sizes = transports.SIZES
+        return transports.Proven(name, dict(zip(sizes, issued[name], strict=True)), dict(zip(sizes, us[name], strict=True)))
+
+    monkeypatch.setattr(transports, "prove", prove)
+    monkeypatch.setattr(transports, "_time", lambda way: dict.fromkeys(transports.SIZES, 9.0))
+    monkeypatch.setattr(transports, "_time_captured", lambda way: dict.fromkeys(transports.SIZES, 4.0))
+    way = transports.Link(lane, lane, None, None, transports.Engine())
+    report, make = transports._choose(way, "auto")
+    peer = make(way)
+    assert (peer.most, peer.most_captured) == (0, transports.SIZES[1])
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert [peer._of(n).name for n in transports.SIZES] == ["engine"] * 4
+    capturing = True
+    assert [peer._of(n).name for n in transports.SIZES] == ["kernel", "kernel", "engine", "engine"]
+    assert report.chosen.path(captured=True).latency_us == 4.0
