@@ -11,7 +11,7 @@ served as soon as they can be; of the segments, a lane runs
   not run is first in its lane and has all it needs, and the lanes cannot deadlock.
 
 A link carries one value at a time in each direction; of the values that wait for it the oldest request's goes first (``fifo``:
-the one sent first). Times are numbers of the caller's clock. With modelled times the caller asks at the times that it is told,
+the one sent first; ``static``: the one that comes next in the steady state, and the link waits for it too). Times are numbers of the caller's clock. With modelled times the caller asks at the times that it is told,
 and the answers are those of a discrete-event simulation, which is what ``simulator.py`` does; the engine's lanes ask in real
 time. A lane never has a segment waiting behind another: it chooses when it is free, so nothing has to be taken back for an older
 request.
@@ -43,6 +43,7 @@ class Route:
         writes: (lane, position) → storages overwritten there.
         storages: value → storage that holds it, of values that are sent.
         sizes: value → bytes.
+        keys, transfers: made from the others: (lane, position) → start of the lane's next segment; link → (start, value), ascending.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Route:
     storages: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[tuple[float, ...], ...] = ()
+    transfers: Mapping[tuple[int, int], tuple[tuple[float, str], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         starts = self.starts if self.starts is not None else _in_turn(self.program)
@@ -67,6 +69,11 @@ class Route:
                 row[at] = after
             keys.append(tuple(row))
         object.__setattr__(self, "keys", tuple(keys))
+        found: dict[tuple[int, int], list[tuple[float, str]]] = {}
+        for index, _, x in self.program if self.starts is not None else ():
+            if isinstance(x, (Send, Signal)):
+                found.setdefault((index, x.to), []).append((starts[f"{_name(x)}->{x.to}"], _name(x)))
+        object.__setattr__(self, "transfers", {link: tuple(sorted(names)) for link, names in found.items()})
 
 
 def _in_turn(program: Program) -> dict[str, float]:
@@ -127,6 +134,7 @@ class Ticket:
         self.since = [0.0] * count
         self.arrived: list[dict[tuple[int, str], float]] = [{} for _ in range(count)]
         self.untaken: list[dict[str, int]] = [{} for _ in range(count)]
+        self.moved: dict[tuple[int, int], set[str]] = {}
         self.base = 0.0
         self.admitted = 0.0
         self.busy = 0
@@ -307,14 +315,17 @@ class Board:
         row = ticket.route.keys[lane]
         return ticket.base + row[ticket.at[lane]] if ticket.at[lane] < len(row) else math.inf
 
-    def _precedence(self, transfer: _Transfer, target: int) -> float:
-        """The least goes first over a link."""
-        if self.order == "age":
-            return transfer.ticket.number
-        starts = transfer.ticket.route.starts
-        if self.order == "fifo" or starts is None:
-            return transfer.sent
-        return transfer.ticket.base + starts[f"{transfer.name}->{target}"]
+    def _due(self, source: int, target: int) -> tuple[Ticket, str] | None:
+        """The transfer whose turn it is in the steady state."""
+        best: tuple[float, int, Ticket, str] | None = None
+        for ticket in self.tickets:
+            moved = ticket.moved.get((source, target), ())
+            for start, name in ticket.route.transfers.get((source, target), ()):
+                if name not in moved:
+                    if best is None or (ticket.base + start, ticket.number) < best[:2]:
+                        best = (ticket.base + start, ticket.number, ticket, name)
+                    break
+        return None if best is None else best[2:]
 
     def _ran(self, step: Step) -> None:
         """The run's modelled time is over."""
@@ -328,6 +339,8 @@ class Board:
         if ticket.done:
             self.tickets.remove(ticket)
             self.finished.append(ticket)
+            if not self.pipelined and self.tickets:  # The next one starts now, not when it came.
+                self.tickets[0].since = [max(since, ticket.finished) for since in self.tickets[0].since]
 
     def _send(self, ticket: Ticket, lane: int, instruction: Send | Signal) -> None:
         name = _name(instruction)
@@ -342,6 +355,7 @@ class Board:
     def _advance(self, lane: int, now: float) -> float:
         """Starts the transfers to ``lane`` that can start by ``now``; the time at which the next one can."""
         wake = math.inf
+        strict = self.order == "static" and all(t.route.starts is not None for t in self.tickets)
         for (source, target), link in self.links.items():
             if target != lane:
                 continue
@@ -351,8 +365,15 @@ class Board:
                     wake = min(wake, begin)
                     break
                 waiting = [x for x in link.queue if x.sent <= begin]
-                chosen = min(waiting, key=lambda x: self._precedence(x, target))
+                if strict:
+                    due = self._due(source, target)
+                    waiting = [x for x in link.queue if (x.ticket, x.name) == due]
+                    if not waiting:
+                        break  # Until it is sent.
+                    begin = max(link.free_at, waiting[0].sent)
+                chosen = min(waiting, key=lambda x: x.ticket.number if self.order == "age" else x.sent)
                 link.queue.remove(chosen)
                 arrival = link.free_at = begin + chosen.takes
                 chosen.ticket.arrived[lane][source, chosen.name] = arrival
+                chosen.ticket.moved.setdefault((source, target), set()).add(chosen.name)
         return wake

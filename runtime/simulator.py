@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..passes.errors import ProgramError
@@ -31,14 +31,17 @@ class Run:
 
     @property
     def period(self) -> float:
-        """µs between two requests in the steady state: over the middle half of those that finished."""
+        """µs between two requests in the steady state: the slope of the line through the ends of the middle half of them."""
         ends = sorted(p.finish for p in self.passages)
-        low, high = len(ends) // 4, (3 * len(ends)) // 4
-        return (ends[high] - ends[low]) / (high - low) if high > low else math.nan
+        ends = ends[len(ends) // 4 : len(ends) - len(ends) // 4]
+        if len(ends) < 2:
+            return math.nan
+        middle, mean = (len(ends) - 1) / 2, sum(ends) / len(ends)
+        return sum((i - middle) * (e - mean) for i, e in enumerate(ends)) / sum((i - middle) ** 2 for i in range(len(ends)))
 
 
 def drive(
-    choose: Callable[[int], Route],
+    choose: Callable[[int], Sequence[Route]],
     arrivals: Iterable[float],
     *,
     lanes: int,
@@ -50,7 +53,7 @@ def drive(
     """Sends requests through ``lanes`` lanes.
 
     Args:
-        choose: number of a request, when it is let in → its route, whose times are in µs.
+        choose: number of a request, when it is let in → the routes that it takes one after the other, whose times are in µs.
         arrivals: when each request comes, ascending.
         inflight: how many may be on the lanes at once; the others wait.
         watch: called with every instruction when it starts.
@@ -62,15 +65,17 @@ def drive(
     coming = deque(enumerate(arrivals))
     queue: deque[tuple[int, float]] = deque()
     done: list[Passage] = []
-    came: dict[int, float] = {}
+    came: dict[int, tuple[float, float]] = {}
+    left: dict[int, list[Route]] = {}
     now = 0.0
     while coming or queue or board.tickets:
         while coming and coming[0][1] <= now:
             queue.append(coming.popleft())
         while queue and len(board.tickets) < inflight:
             number, arrival = queue.popleft()
-            came[number] = arrival
-            board.admit(Ticket(number, choose(number)), now)
+            came[number] = (arrival, now)
+            first, *left[number] = choose(number)
+            board.admit(Ticket(number, first), now)
         wake = coming[0][1] if coming else math.inf
         moving = True
         while moving:
@@ -84,7 +89,11 @@ def drive(
                 wakes.append(found)
         finished, board.finished = board.finished, []
         for ticket in finished:
-            done.append(Passage(ticket.number, came.pop(ticket.number), ticket.admitted, ticket.finished))
+            if left[ticket.number]:
+                board.admit(Ticket(ticket.number, left[ticket.number].pop(0)), ticket.finished)
+                continue
+            del left[ticket.number]
+            done.append(Passage(ticket.number, *came.pop(ticket.number), ticket.finished))
         if finished:
             continue
         wake = min([wake, *wakes])

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .passes.ir import Plan as Plan
     from .passes.ir import Program as Program
     from .reports import Report as Report
+    from .simulation import SimulationResult as SimulationResult
+    from .simulation import simulate as simulate
     from .together import plan_together as plan_together
 
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ __all__ = [
     "Plan",
     "Program",
     "Report",
+    "SimulationResult",
     "backend",
     "explain",
     "load",
@@ -40,6 +43,7 @@ __all__ = [
     "mark_token",
     "plan_together",
     "report",
+    "simulate",
 ]
 
 _WHERE = {
@@ -55,6 +59,8 @@ _WHERE = {
     "mark_token": ".engine",
     "plan_together": ".together",
     "report": ".compiler",
+    "SimulationResult": ".simulation",
+    "simulate": ".simulation",
 }
 
 

@@ -14,7 +14,7 @@ from tessera_compile.passes import partition, schedule, verify
 from tessera_compile.passes.errors import ProgramError
 from tessera_compile.passes.ir import Lane, Out, Profile, Program, Recv, Run, Send
 from tessera_compile.passes.steady import Part, Steady, steady, verify_steady
-from tessera_compile.runtime.board import Route, route_of
+from tessera_compile.runtime.board import Board, Route, Ticket, route_of
 from tessera_compile.runtime.simulator import drive
 from tests.graphs import cpus, synthetic
 
@@ -101,7 +101,7 @@ def test_every_equation_holds_and_lanes_that_follow_the_order_reach_the_period(c
     route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us, starts=made.starts, period=made.period_us)
     # Segments without any length begin where others do, and their order is then not that of their starts.
     assume(all(us > 0 for us in run_us.values()))
-    ran = drive(lambda _: route, [0.0] * 40, lanes=len(program.lanes), inflight=made.slots + 2, order="static")
+    ran = drive(lambda _: [route], [0.0] * 40, lanes=len(program.lanes), inflight=made.slots + 2, order="static")
     assert ran.period <= made.period_us * 1.001 + 1e-3
 
 
@@ -123,7 +123,7 @@ def test_no_order_loses_or_blocks_a_request(case, order, inflight, pipelined):
     route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us)
     steps = []
     ran = drive(
-        lambda _: route,
+        lambda _: [route],
         [float(3 * i) for i in range(12)],
         lanes=len(program.lanes),
         inflight=inflight,
@@ -180,7 +180,7 @@ def test_older_requests_go_first_over_a_link_and_on_a_lane():
     route = Route(TWO, run_time={"S0": 10.0, "S1": 30.0, "S2": 10.0}, transfer_time=lambda *_: 1.0)
     order = []
     drive(
-        lambda _: route,
+        lambda _: [route],
         [0.0] * 6,
         lanes=2,
         inflight=6,
@@ -189,3 +189,34 @@ def test_older_requests_go_first_over_a_link_and_on_a_lane():
     # Lane 0 runs ahead with S0 while S1 is slow, but takes an old request's S2 before a young one's S0.
     assert order.index((0, "S2")) < order.index((5, "S0"))
     assert [n for n, s in order if s == "S1"] == list(range(6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(mixes(), st.randoms(use_true_random=False))
+def test_the_order_can_change_at_any_time(case, random):
+    graph, program, run_us, transfer_us = case
+    made = steady(program, run_us, transfer_us)
+    route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us, starts=made.starts, period=made.period_us)
+    board, coming, done, now = Board(len(program.lanes)), list(range(15)), 0, 0.0
+    while coming or board.tickets:
+        while coming and len(board.tickets) < 4:
+            board.admit(Ticket(coming.pop(0), route), now)
+        if random.random() < 0.2:
+            board.order = random.choice(["age", "fifo", "static"])
+        moving, wake = True, math.inf
+        while moving:
+            moving, wake = False, math.inf
+            for lane in range(len(program.lanes)):
+                found = board.next(lane, now)
+                if isinstance(found, float):
+                    wake = min(wake, found)
+                else:
+                    board.executed(found, now)
+                    moving = True
+        done += len(board.finished)
+        if board.finished:
+            board.finished.clear()
+            continue
+        assert wake < math.inf, "nothing can happen any more"
+        now = max(now, wake)
+    assert done == 15
