@@ -11,10 +11,10 @@ served as soon as they can be; of the segments, a lane runs
   not run is first in its lane and has all it needs, and the lanes cannot deadlock.
 
 A link carries one value at a time in each direction; of the values that wait for it the oldest request's goes first (``fifo``:
-the one sent first; ``static``: the one that comes next in the steady state, and the link waits for it too). Times are numbers of the caller's clock. With modelled times the caller asks at the times that it is told,
-and the answers are those of a discrete-event simulation, which is what ``simulator.py`` does; the engine's lanes ask in real
-time. A lane never has a segment waiting behind another: it chooses when it is free, so nothing has to be taken back for an older
-request.
+the one sent first; ``static``: the one that comes next in the steady state, and the link waits for it too). Times are numbers of
+the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are those of a discrete-event
+simulation, which is what ``simulator.py`` does; the engine's lanes ask in real time. A lane never has a segment waiting behind
+another: it chooses when it is free, so nothing has to be taken back for an older request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Route:
         writes: (lane, position) → storages overwritten there.
         storages: value → storage that holds it, of values that are sent.
         sizes: value → bytes.
-        keys, transfers: made from the others: (lane, position) → start of the lane's next segment; link → (start, value), ascending.
+        keys, transfers: made from the others: start of the lane's next segment, by lane and position; link → (start, value),
+            ascending.
     """
 
     program: Program

@@ -49,6 +49,7 @@ def drive(
     order: Order = "age",
     pipelined: bool = True,
     watch: Callable[[Step], None] = lambda _: None,
+    ended: Callable[[Passage], None] = lambda _: None,
 ) -> Run:
     """Sends requests through ``lanes`` lanes.
 
@@ -56,7 +57,7 @@ def drive(
         choose: number of a request, when it is let in → the routes that it takes one after the other, whose times are in µs.
         arrivals: when each request comes, ascending.
         inflight: how many may be on the lanes at once; the others wait.
-        watch: called with every instruction when it starts.
+        watch: called with every instruction when it starts; ended: with every request when it is done.
 
     Raises:
         ProgramError: requests are in flight and nothing can happen any more.
@@ -94,6 +95,7 @@ def drive(
                 continue
             del left[ticket.number]
             done.append(Passage(ticket.number, *came.pop(ticket.number), ticket.finished))
+            ended(done[-1])
         if finished:
             continue
         wake = min([wake, *wakes])
