@@ -12,8 +12,8 @@ served as soon as they can be; of the segments, a lane runs
 
 A link carries one value at a time in each direction; of the values that wait for it the oldest request's goes first (``fifo``:
 the one sent first; ``static``: the one that comes next in the steady state, and the link waits for it too). Times are numbers of
-the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are those of a discrete-event
-simulation, which is what ``simulator.py`` does; the engine's lanes ask in real time. A lane never has a segment waiting behind
+the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are a discrete-event
+simulation's, as ``simulator.py`` has them; the engine's lanes ask in real time. A lane never has a segment waiting behind
 another: it chooses when it is free, so nothing has to be taken back for an older request.
 """
 
