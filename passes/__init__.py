@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .dependence import depend as depend
     from .lowering import lower as lower
     from .partitioning import partition as partition
+    from .refinement import refine as refine
     from .scheduling import schedule as schedule
     from .verification import verify as verify
 
@@ -16,10 +17,11 @@ _PUBLIC = {
     "lower": "lowering",
     "depend": "dependence",
     "partition": "partitioning",
+    "refine": "refinement",
     "schedule": "scheduling",
     "verify": "verification",
 }
-__all__ = ["depend", "lower", "partition", "schedule", "verify"]
+__all__ = ["depend", "lower", "partition", "refine", "schedule", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import networkx as nx
 
 from .ir import Dependence, KernelGraph
 
-_STRENGTH = {"raw": 0, "waw": 1, "war": 2, "effect": 3}
+STRENGTH = {"raw": 0, "waw": 1, "war": 2, "effect": 3}
 
 
 def depend(kernels: KernelGraph) -> nx.DiGraph:
@@ -48,7 +48,7 @@ def depend(kernels: KernelGraph) -> nx.DiGraph:
 def _add(ddg: nx.DiGraph, before: str, after: str, dependence: Dependence) -> None:
     deps: tuple[Dependence, ...] = ddg.edges[before, after]["deps"] if ddg.has_edge(before, after) else ()
     if dependence not in deps:
-        add_edge(ddg, before, after, tuple(sorted((*deps, dependence), key=lambda d: _STRENGTH[d.kind])))
+        add_edge(ddg, before, after, tuple(sorted((*deps, dependence), key=lambda d: STRENGTH[d.kind])))
 
 
 def add_edge(ddg: nx.DiGraph, before: str, after: str, deps: tuple[Dependence, ...]) -> None:

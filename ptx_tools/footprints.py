@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,11 @@ class Footprint:
             if buffer.name == name:
                 return buffer
         raise KeyError(f"{name!r} is no buffer of {self.kernel}; it has {', '.join(b.name for b in self.buffers)}")
+
+    def renamed(self, names: Mapping[str, str]) -> Footprint:
+        """The same with other names of buffers and guards, for example of values for parameters; those not named keep theirs."""
+        buffers = tuple(replace(b, name=names.get(b.name, b.name)) for b in self.buffers)
+        return replace(self, buffers=buffers, guards=tuple(names.get(g, g) for g in self.guards))
 
     @property
     def complete(self) -> bool:
