@@ -1,7 +1,7 @@
 """When to follow which plan: the throughput plan while requests wait, the latency plan while they don't.
 
-Over the requests that finished within the last window W, with a their arrival, f their end and e the time they would have taken
-alone or took on the lanes,
+Over the requests that finished within the last window W, with a their arrival, f their end and e the time that the plan they
+followed takes alone (paced lanes) or that they took on the lanes,
 
     q = mean (f − a) / e
 

@@ -20,17 +20,20 @@ from .pipeline import CompiledGraph, make_plan
 from .runtime.board import Route, route_of
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
 from .runtime.monitor import Followed
+from .runtime.simulator import drive
 
 
 @dataclass(frozen=True)
 class Way:
-    """One plan that is ready to run. ``homes``: state → lanes that touch it; ``steady``: its modulo schedule."""
+    """One plan that is ready to run. ``homes``: state → lanes that touch it; ``steady``: its modulo schedule;
+    ``alone_us``: what a request takes with the lanes to itself, segments and transfers as they are issued."""
 
     name: str
     plan: Plan
     executor: CpuLaneExecutor
     route: Route
     steady: Steady
+    alone_us: float
     homes: Mapping[str, frozenset[int]]
 
 
@@ -163,18 +166,18 @@ class Ways:
         verify(program, graph.ddg, plan)
         threads = lane_threads(len(graph.cluster.devices))
         executor = CpuLaneExecutor(graph.kernels, program, graph.codegen, threads=threads)
-        route, made = self._route(program)
+        route, made, alone_us = self._route(program)
         touching: dict[str, set[int]] = {v: set() for v in graph.kernels.mutated}
         for kernel in graph.kernels.kernels:
             for value in (*kernel.inputs, *kernel.writes):
                 storage = graph.kernels.values[value].storage
                 if storage in touching:
                     touching[storage].add(plan.devices.index(plan.placement[kernel.name]))
-        way = Way(name, plan, executor, route, made, {v: frozenset(lanes) for v, lanes in touching.items()})
+        way = Way(name, plan, executor, route, made, alone_us, {v: frozenset(lanes) for v, lanes in touching.items()})
         self._made[key] = way
         return way
 
-    def _route(self, program: Program) -> tuple[Route, Steady]:
+    def _route(self, program: Program) -> tuple[Route, Steady, float]:
         graph, profile, cluster = self._graph.kernels, self._report.profile, self._graph.cluster
         names = cluster.names
         run_us = {x.segment: sum(profile.us(k, names[lane]) for k in x.kernels) for lane, _, x in program if isinstance(x, Run)}
@@ -186,6 +189,8 @@ class Ways:
         made = steady(program, run_us, transfer_us, slots=self._inflight)
         if made.period_us > 0:
             verify_steady([made], self._inflight)
+        modelled = route_of(graph, program, run_time=run_us, transfer_time=transfer_us)
+        alone = drive(lambda _: [modelled], [0.0], lanes=len(names), inflight=1).passages[0].finish
         ns = 1e3 * (self._factor or 1.0)
         timed: dict[str, Any] = {}
         if self._factor:
@@ -194,7 +199,7 @@ class Ways:
                 "transfer_time": lambda v, s, t: ns * transfer_us(v, s, t),
             }
         starts = {name: ns * us for name, us in made.starts.items()}
-        return route_of(graph, program, starts=starts, period=ns * made.period_us, **timed), made
+        return route_of(graph, program, starts=starts, period=ns * made.period_us, **timed), made, alone
 
     def _too_big(self) -> str:
         """Why the plans do not fit into memory together; empty if they do."""
