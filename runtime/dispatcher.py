@@ -57,7 +57,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, devices: Sequence[str], threads: int, *, order: Order = "age", pipelined: bool = True, factor: float = 0.0
+        self, devices: Sequence[str], threads: int, *, order: Order = "due", pipelined: bool = True, factor: float = 0.0
     ) -> None:
         lanes = len(devices)
         self.factor = factor
@@ -202,18 +202,26 @@ class Dispatcher:
                 elif isinstance(found.instruction, (Run, Recv, Hold)):
                     return found
                 else:
-                    load: _Load = found.ticket.load
-                    x = found.instruction
-                    if isinstance(x, Send):
-                        load.inbox[x.to][lane, x.value] = load.envs[lane][x.value]
-                    elif isinstance(x, Free):
-                        for value in x.values:
-                            del load.envs[lane][value]
-                    elif not isinstance(x, (Signal, Wait, Out)):
-                        raise ProgramError(f"CPU lanes cannot execute {x.to_text()!r}")
-                    self._board.executed(found, now)
-                    self._settle(found)
-                    del load  # A waiting lane must not keep the last request's tensors alive.
+                    try:
+                        self._pass(found)
+                    except Exception as error:  # The lane must go on for the others.
+                        self._board.executed(found, now)
+                        self._fail(found.ticket, error)
+                    else:
+                        self._board.executed(found, now)
+                        self._settle(found)
+
+    def _pass(self, step: Step) -> None:
+        """Executes what costs a lane nothing."""
+        load: _Load = step.ticket.load
+        lane, x = step.lane, step.instruction
+        if isinstance(x, Send):
+            load.inbox[x.to][lane, x.value] = load.envs[lane][x.value]
+        elif isinstance(x, Free):
+            for value in x.values:
+                del load.envs[lane][value]
+        elif not isinstance(x, (Signal, Wait, Out)):
+            raise ProgramError(f"CPU lanes cannot execute {x.to_text()!r}")
 
     def _settle(self, step: Step) -> None:
         """Wakes the lanes that ``step`` concerns, and the caller of a request that is done."""

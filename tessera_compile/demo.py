@@ -122,7 +122,7 @@ def _comparison(plan: Plan, ceilings: list[str], mixture: MixPlan | None) -> Tab
     for device, us in plan.baselines.items():
         table.add_row(f"{device} alone", f"{us:.1f}", f"{us / plan.value_us:.3f}×", "")
     if mixture is not None:
-        served = "requests are shared; planned, not run: that needs the engine of a later version"
+        served = "requests are shared; planned, not run: tessera_compile.Engine runs such plans"
         if "replicas" in mixture.baselines:
             us = mixture.baselines["replicas"]
             table.add_row("a replica on each", f"{us:.1f}", f"{us / plan.value_us:.3f}×", served)

@@ -20,7 +20,7 @@ _LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off")}
 TRANSPORTS = ("auto", "peer", "host", "nccl", "gpu")
 _OTHER_PLANNERS = {
     "prefill-decode": "plan the graphs of several phases with tessera_compile.plan_together, which chooses it where it is best",
-    "replicas": "one plain call runs one plan; replicas serve many requests, which needs the engine of a later version",
+    "replicas": "one plain call runs one plan; tessera_compile.Engine serves many requests, by replicas where they are best",
 }
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

@@ -55,7 +55,7 @@ def test_results_are_those_of_plain_calls_and_in_order(policy, scheduling, plann
         assert stats.moved_bytes > 0
 
 
-@pytest.mark.parametrize(("order", "pipelined"), [("fifo", True), ("age", False)])
+@pytest.mark.parametrize(("order", "pipelined"), [("fifo", True), ("age", True), ("due", False)])
 def test_the_orders_that_serve_for_comparison_compute_the_same(order, pipelined):
     model = small()
     xs = [torch.randn(3, 8) for _ in range(20)]
@@ -560,6 +560,30 @@ def test_tokens_and_what_the_engine_says_of_itself(caplog):
     for line in text.splitlines():
         if not line.startswith("# "):
             float(line.rpartition(" ")[2])
+
+
+def test_identical_devices_share_the_requests_of_a_mixture():
+    model = small()
+    xs = [torch.randn(2, 8) for _ in range(40)]
+    with Engine(compiled(model), policy="throughput", inflight=4) as engine:
+        for got, want in zip(engine.map(xs), expected(model, xs), strict=True):
+            torch.testing.assert_close(got, want)
+        (ways,) = engine._ways.values()
+        runs = [way.executor.runs for way in ways.all]
+        stats = engine.stats()
+    assert sum(runs) == 40
+    if ways._shares:  # A replica on each is better than one plan.
+        assert min(stats.busy.values()) > 0
+        assert not any(ways._outstanding.values())
+
+
+def test_one_lane_is_inductors_and_runs_on_the_workers():
+    model = small()
+    xs = [torch.randn(2, 8) for _ in range(6)]
+    with Engine(torch.compile(model, backend="tessera", options={"cluster": "cpu"})) as engine:
+        for got, want in zip(engine.map(xs), expected(model, xs), strict=True):
+            torch.testing.assert_close(got, want)
+        assert engine.stats().busy == {}
 
 
 # Paced emulation
