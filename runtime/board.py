@@ -3,17 +3,20 @@
 Each request has one instruction pointer a lane. Instructions that cost a lane nothing (sends, receives, holds, frees) are
 served as soon as they can be; of the segments, a lane runs
 
-- ``age``: the one of the oldest request that can start (work-conserving);
+- ``due``: of those that can start, the one that comes first in the steady state (``passes/steady.py``): of equal segments that
+  of the oldest request, but a young request's early segment before an old one's late segment where other lanes would idle
+  without it;
+- ``age``: of those that can start, the oldest request's;
 - ``fifo``: the one that could have started first;
-- ``static``: the one that comes next in the steady state (``passes/steady.py``), waiting for it if need be. The order of
+- ``static``: the one that comes next in the steady state, waiting for it if need be. The order of
   two segments is that of ``base + start``: a request's base lies one period after its predecessor's, the starts respect the
   program's dependences. So one total order respects all dependences, whatever requests come and go: the least segment that has
   not run is first in its lane and has all it needs, and the lanes cannot deadlock.
 
 A link carries one value at a time in each direction; of the values that wait for it the oldest request's goes first (``fifo``:
-the one sent first; ``static``: the one that comes next in the steady state, and the link waits for it too). Times are numbers of
-the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are a discrete-event
-simulation's, as ``simulator.py`` has them; the engine's lanes ask in real time. A lane never has a segment waiting behind
+the one sent first; ``due``, ``static``: the one that comes next in the steady state, for which ``static`` waits too). Times are
+numbers of the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are a discrete-
+event simulation's, as ``simulator.py`` has them; the engine's lanes ask in real time. A lane never has a segment waiting behind
 another: it chooses when it is free, so nothing has to be taken back for an older request.
 """
 
@@ -27,7 +30,7 @@ from typing import Any, Literal
 
 from ..passes.ir import Instruction, KernelGraph, Program, Recv, Run, Send, Signal, Wait
 
-Order = Literal["age", "fifo", "static"]
+Order = Literal["age", "fifo", "due", "static"]
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,12 @@ class Board:
         if decide > now:
             return min(wake, decide)
         able = [c for c in candidates if c[0] <= decide]
-        ready, ticket = min(able, key=lambda c: (c[0], c[1].number)) if self.order == "fifo" else able[0]
+        if self.order == "fifo":
+            ready, ticket = min(able, key=lambda c: (c[0], c[1].number))
+        elif self.order == "due":
+            ready, ticket = min(able, key=lambda c: (self._key(c[1], lane), c[1].number))
+        else:
+            ready, ticket = able[0]
         self._frontier = max(self._frontier, self._key(ticket, lane))
         instruction = ticket.next(lane)
         assert instruction is not None
@@ -315,6 +323,15 @@ class Board:
     def _key(self, ticket: Ticket, lane: int) -> float:
         row = ticket.route.keys[lane]
         return ticket.base + row[ticket.at[lane]] if ticket.at[lane] < len(row) else math.inf
+
+    def _precedence(self, transfer: _Transfer, target: int) -> float:
+        """The least goes first over a link."""
+        if self.order == "age":
+            return transfer.ticket.number
+        starts = transfer.ticket.route.starts
+        if self.order == "due" and starts is not None:
+            return transfer.ticket.base + starts[f"{transfer.name}->{target}"]
+        return transfer.sent
 
     def _due(self, source: int, target: int) -> tuple[Ticket, str] | None:
         """The transfer whose turn it is in the steady state."""
@@ -372,7 +389,7 @@ class Board:
                     if not waiting:
                         break  # Until it is sent.
                     begin = max(link.free_at, waiting[0].sent)
-                chosen = min(waiting, key=lambda x: x.ticket.number if self.order == "age" else x.sent)
+                chosen = min(waiting, key=lambda x: self._precedence(x, target))
                 link.queue.remove(chosen)
                 arrival = link.free_at = begin + chosen.takes
                 chosen.ticket.arrived[lane][source, chosen.name] = arrival

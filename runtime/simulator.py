@@ -46,7 +46,7 @@ def drive(
     *,
     lanes: int,
     inflight: int,
-    order: Order = "age",
+    order: Order = "due",
     pipelined: bool = True,
     watch: Callable[[Step], None] = lambda _: None,
     ended: Callable[[Passage], None] = lambda _: None,

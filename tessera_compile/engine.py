@@ -106,12 +106,12 @@ class Engine:
         queue: requests that may wait to start.
         when_full: whether ``submit`` waits for a place in the queue or raises EngineFullError.
         timeout: seconds from submit after which a request's future fails with TimeoutError; None: never.
-        scheduling: ``dynamic``: the oldest request first; ``static``: by the plans' steady states; ``auto``: static while the
-            throughput plan is followed and at least ``inflight`` requests wait.
+        scheduling: ``dynamic``: of what can run, what is due first; ``static``: strictly by the plans' steady states; ``auto``:
+            static while the throughput plan is followed and at least ``inflight`` requests wait.
         window_ms, beta, slo_ms: of the monitor (``runtime/monitor.py``): its window, when to change plan, and a target for the
             time from submit to result.
-        order, pipelined, free_transfers: for comparisons: serve segments ``fifo``, one request at a time, or (of paced lanes) let
-            transfers take no time.
+        order, pipelined, free_transfers: for comparisons: serve segments by ``age`` or ``fifo``, one request at a time, or (of
+            paced lanes) let transfers take no time.
 
     Raises:
         OptionsError: an argument is outside its domain.
@@ -130,7 +130,7 @@ class Engine:
         window_ms: float = 300.0,
         beta: float = 1.5,
         slo_ms: float | None = None,
-        order: Literal["age", "fifo"] = "age",
+        order: Literal["due", "age", "fifo"] = "due",
         pipelined: bool = True,
         free_transfers: bool = False,
     ) -> None:
@@ -138,7 +138,7 @@ class Engine:
             ("policy", policy, ("auto", "latency", "throughput")),
             ("when_full", when_full, ("wait", "refuse")),
             ("scheduling", scheduling, ("auto", "dynamic", "static")),
-            ("order", order, ("age", "fifo")),
+            ("order", order, ("due", "age", "fifo")),
         ):
             if value not in allowed:
                 raise OptionsError(f"{name}={value!r}; it takes {', '.join(map(repr, allowed))}")
@@ -457,7 +457,7 @@ class Engine:
             ways.release(way)
         request.execution += seconds
         if dispatcher.factor:
-            request.alone += way.plan.makespan_us / 1e6
+            request.alone += way.alone_us / 1e6
         return results
 
     def _plan_for(self, request: _Request, ways: Ways, state: list[tuple[int, torch.Tensor]]) -> Followed:

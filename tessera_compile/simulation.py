@@ -79,7 +79,7 @@ def simulate(
     *,
     arrivals: int | Sequence[float] = 100,
     inflight: int = 4,
-    order: Order = "age",
+    order: Order = "due",
     pipelined: bool = True,
     free_transfers: bool = False,
 ) -> SimulationResult:

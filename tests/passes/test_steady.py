@@ -117,7 +117,7 @@ def test_fewer_slots_take_a_longer_period_and_hold_too(case, slots):
 
 
 @settings(max_examples=40, deadline=None)
-@given(mixes(), st.sampled_from(["age", "fifo", "static"]), st.integers(1, 5), st.booleans())
+@given(mixes(), st.sampled_from(["due", "age", "fifo", "static"]), st.integers(1, 5), st.booleans())
 def test_no_order_loses_or_blocks_a_request(case, order, inflight, pipelined):
     graph, program, run_us, transfer_us = case
     route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us)
@@ -184,6 +184,7 @@ def test_older_requests_go_first_over_a_link_and_on_a_lane():
         [0.0] * 6,
         lanes=2,
         inflight=6,
+        order="age",
         watch=lambda s: order.append((s.ticket.number, s.instruction.segment)) if isinstance(s.instruction, Run) else None,
     )
     # Lane 0 runs ahead with S0 while S1 is slow, but takes an old request's S2 before a young one's S0.
@@ -202,7 +203,7 @@ def test_the_order_can_change_at_any_time(case, random):
         while coming and len(board.tickets) < 4:
             board.admit(Ticket(coming.pop(0), route), now)
         if random.random() < 0.2:
-            board.order = random.choice(["age", "fifo", "static"])
+            board.order = random.choice(["due", "age", "fifo", "static"])
         moving, wake = True, math.inf
         while moving:
             moving, wake = False, math.inf

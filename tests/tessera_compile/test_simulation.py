@@ -27,7 +27,7 @@ def test_one_request_takes_the_plans_makespan(report):
     assert far.wait.p99 == 0
 
 
-@pytest.mark.parametrize("order", ["age", "fifo", "static"])
+@pytest.mark.parametrize("order", ["due", "age", "fifo", "static"])
 def test_many_requests_come_close_to_the_plans_bottleneck_and_never_below(report, order):
     plan = report.graphs[0].plan
     many = simulate(report, arrivals=200, inflight=12, order=order)
