@@ -85,8 +85,8 @@ def refine(ddg: nx.DiGraph, footprints: Mapping[str, Footprint]) -> nx.DiGraph:
     found: dict[tuple[str, str], list[Dependence]] = {}
     for before, after, data in ddg.edges(data=True):
         for dependence in data["deps"]:
-            value = graph.values.get(dependence.value)
-            if dependence.kind == "effect" or value is None or value.storage not in seen:
+            through = graph.values.get(dependence.value)
+            if dependence.kind == "effect" or through is None or through.storage not in seen:
                 found.setdefault((before, after), []).append(dependence)
     for storage in seen:
         for before, after, dependence in _dependences(storage, storages[storage]):

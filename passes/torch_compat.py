@@ -369,3 +369,10 @@ def triton_ptx(digest: str, name: str, device: int) -> str | None:
         if root and (path := Path(root) / entry / f"{name}.ptx").is_file():
             return path.read_text()
     return None
+
+
+def clear_cublas_workspaces() -> None:
+    """Forget the scratch memory that cuBLAS keeps for each stream, so that the next product allocates its own: in a capture, from
+    the graph's pool; outside, not from a graph's."""
+    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # CUDA builds alone
+        torch._C._cuda_clearCublasWorkspaces()

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .cuda_lanes import ISSUING, CudaLaneExecutor, asks_the_host
+from .cuda_lanes import CudaLaneExecutor, asks_the_host
+from .cuda_streams import ISSUING, capturing
 from .replicas import overlaps, own_copy
 from .segment_graphs import copies_of
 
@@ -33,7 +34,7 @@ class _Captured:
     copied: tuple[str, ...]
     copies: Callable[[], list[Any]]  # of the outputs, on the current stream
     backs: tuple[str, ...]
-    watched: tuple[Any, ...]  # tensors whose addresses are baked in, and pools of other devices, kept alive
+    pools: list[Any]  # of other devices, kept alive
     held: list[int]  # addresses of the replicas
 
 
@@ -91,11 +92,13 @@ class GraphedExecutor:
             if key not in self._captured:
                 if reason := self._unfit(inputs):
                     self.reasons.setdefault(reason, reason)
-                    return self.inner(args)
+                    return self._as_it_is(args, current)
                 self._captured[key] = None  # the first call compiles, tunes and loads
                 while len(self._captured) > MOST_GRAPHS:
+                    if self._last is not None:  # its memory may still be at work, on another caller's stream
+                        self._last.synchronize()
                     self._captured.pop(next(iter(self._captured)))
-                return self.inner(args)
+                return self._as_it_is(args, current)
             found = self._captured.pop(key)
             held, written = self.inner.bring(inputs)
             if found is None or [t.data_ptr() for t in held.values()] != found.held:
@@ -107,10 +110,15 @@ class GraphedExecutor:
                     )
                     self.reasons["all"] = self._never
                     log.info("runs uncaptured: %s", self._never)
-                    return self.inner(args)
+                    return self._as_it_is(args, current)
             self._captured[key] = found  # most recently used last
             args.clear()
             return self._replay(found, inputs, written)
+
+    def _as_it_is(self, args: list[Any], current: torch.cuda.Stream) -> list[Any]:
+        results = self.inner(args)
+        self._last = current.record_event()
+        return results
 
     def _unfit(self, inputs: dict[str, Any]) -> str:
         """Why these inputs cannot be copied into static buffers; empty where they can."""
@@ -145,21 +153,17 @@ class GraphedExecutor:
         graph = torch.cuda.CUDAGraph()
         others: list[Any] = []
         # A failed capture must not have changed anything: capturing enqueues nothing, so state is as it was.
-        try:
-            with contextlib.ExitStack() as pools:
-                for device in sorted({lane.device.index or 0 for lane in inner.lanes} - {home.index or 0}):
+        with contextlib.ExitStack() as pools:
+            for device in sorted({lane.device.index or 0 for lane in inner.lanes} - {home.index or 0}):
+                with torch.cuda.device(device):
                     pool = torch.cuda.MemPool()  # the capture's own pool is of its own device alone
-                    pools.enter_context(torch.cuda.use_mem_pool(pool, device=torch.device("cuda", device)))
-                    others.append(pool)
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-                    outputs = inner.issue(dict(static), held)
-        except BaseException:
-            torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
-            raise
+                pools.enter_context(torch.cuda.use_mem_pool(pool, device=torch.device("cuda", device)))
+                others.append(pool)
+            pools.enter_context(capturing(graph, stream))
+            outputs = inner.issue(dict(static), held)
         current.wait_stream(stream)
         backs = tuple(n for n in inner.graph.mutated if n in copied)
-        watched = (*(v for n, v in tensors.items() if n in self._static), *held.values(), *others)
-        return _Captured(graph, static, copied, copies_of(outputs), backs, watched, [t.data_ptr() for t in held.values()])
+        return _Captured(graph, static, copied, copies_of(outputs), backs, others, [t.data_ptr() for t in held.values()])
 
     def _replay(
         self, found: _Captured, inputs: dict[str, Any], written: Sequence[tuple[int, str, int]]

@@ -16,7 +16,7 @@ program orders only what it says. Another GPU has replicas of all that its kerne
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,13 +31,10 @@ from ..passes.ir import Free, Hold, KernelGraph, Out, Profile, Program, Recv, Ru
 from .codegen import Codegen, Compiled, constants, lookup
 from .cpu_lanes import literal_outputs, outputs_apart, poison_tensor
 from .cuda_pacing import CudaPace
-from .cuda_streams import LaneStreams, apart, lane_streams
+from .cuda_streams import ISSUING, LaneStreams, apart, lane_streams
 from .replicas import Replica, Sighting, at_exit, overlaps, sight
 from .segment_graphs import Slot, copies_of
 from .transports import Link, make_link, used_on
-
-ISSUING = threading.RLock()
-"""Held while anything is enqueued on streams of lanes: executors share them, and a capture takes in what others enqueue."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +198,8 @@ class CudaLaneExecutor:
         home = self.lanes[self.home]
         current = torch.cuda.current_stream(home.device)
         slot = self._slots[self.runs % len(self._slots)] if self._slots else None
+        if slot is not None and torch.cuda.is_current_stream_capturing():  # the caller's own graph takes the kernels as they are
+            slot = None
         if slot is not None and (reason := _unfit(inputs)):
             self.reasons.setdefault(reason, reason)
             slot = None
@@ -217,6 +216,7 @@ class CudaLaneExecutor:
             if isinstance(value, torch.Tensor):
                 mine[name] = slot.buffer(name, value, value.device)
                 mine[name].copy_(value, non_blocking=True)
+                used_on(mine[name], current)
         results = self._issue(mine, inputs, current, slot, None)
         for name in self.graph.mutated:
             if name in self._fresh:
@@ -247,13 +247,12 @@ class CudaLaneExecutor:
             with torch.cuda.stream(home.compute):
                 finished = self._finish.call([lookup(envs[self.home], name) for name in self._finish.inputs])
                 finished = outputs_apart(self.graph, finished, inputs)
-        finally:
-            # Also when a segment fails: nothing may run on in memory that the caller gets back.
-            for lane in self.lanes:
-                current.wait_event(lane.compute.record_event())
-            for pair in issue.used:
-                for event in self.links[pair].drain():
-                    current.wait_event(event)
+        except BaseException:
+            # Nothing may run on in memory that the caller gets back. An invalidated capture takes no more events.
+            with contextlib.suppress(Exception):
+                self._join(current, issue)
+            raise
+        self._join(current, issue)
         if self.pace is not None:
             with torch.cuda.stream(current):
                 self.pace.end()
@@ -261,6 +260,13 @@ class CudaLaneExecutor:
         for tensor in finished:
             used_on(tensor, current)
         return finished
+
+    def _join(self, current: torch.cuda.Stream, issue: _Issue) -> None:
+        moved = [event for pair in issue.used for event in self.links[pair].drain()]
+        for lane in self.lanes:
+            current.wait_event(lane.compute.record_event())
+        for event in moved:
+            current.wait_event(event)
 
     # -- issuing
 
@@ -353,14 +359,17 @@ class CudaLaneExecutor:
         env, streams = issue.envs[lane], self.lanes[lane]
         storage = self.graph.values[instruction.value].storage
         payload = posted.payload
-        if not isinstance(payload, torch.Tensor):
-            streams.compute.wait_event(posted.ready)
+        if not isinstance(payload, torch.Tensor) or payload.device.type == "cpu" != streams.device.type:
+            streams.compute.wait_event(posted.ready)  # what lies on the host is there for every lane
             env[instruction.value] = payload
             return
         link = self.links[instruction.source, lane]
         issue.used.add((instruction.source, lane))
         if storage == instruction.value:
-            room = None if issue.slot is None else issue.slot.buffer((lane, instruction.value), payload, streams.device)
+            room = None
+            if issue.slot is not None:
+                with torch.cuda.stream(link.into):
+                    room = issue.slot.buffer((lane, instruction.value), payload, streams.device)
             env[instruction.value], done = link.fetch(payload, posted.ready, room)
             used_on(env[instruction.value], streams.compute)
         else:
@@ -390,6 +399,8 @@ class CudaLaneExecutor:
                 continue
             with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
                 use = replica.bring(issue.seen[value], volatile=value in self.graph.mutated)
+                if torch.cuda.is_current_stream_capturing():  # recorded, not done
+                    replica.distrust()
             env[value] = replica.tensor
             if (lane, value) in self._writers:
                 issue.written_replicas.append((lane, value, use))

@@ -16,7 +16,9 @@ memory does not suffice while it is timed gets a modelled time.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +30,8 @@ import torch
 from ..passes.cluster import Cluster, Device
 from ..passes.ir import Kernel, KernelGraph, Profile, Timing
 from .codegen import Codegen, Compiled, constants, first_line, lookup
-from .cuda_lanes import ISSUING
-from .cuda_streams import LaneStreams, apart, lane_streams
+from .cuda_streams import ISSUING, LaneStreams, apart, capturing, lane_streams
+from .device_code import check
 from .profile_cache import ProfileCache, setting
 from .profiler import captured_values, invented_inputs, needs_real_call, untimed
 from .replicas import own_copy
@@ -122,6 +124,22 @@ def _calibrate(graph: KernelGraph, alone: Mapping[str, Timing | None], timer: _T
     return whole.us / total, max(0.0, (total - whole.us) / (len(counted) - 1))
 
 
+@functools.cache
+def _driver_version() -> str:
+    from cuda.bindings import runtime
+
+    (version,) = check(runtime.cudaDriverGetVersion(), "asking for the driver's version")
+    return str(version)
+
+
+@functools.cache
+def _triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 class _Timer:
     def __init__(
         self, graph: KernelGraph, codegen: Codegen, device: Device, streams: LaneStreams, real: Sequence[Any] | None, cache:
@@ -137,6 +155,8 @@ class _Timer:
             "sms": str(streams.sms),
             "cuda": str(torch.version.cuda),
             "capability": str(torch.cuda.get_device_capability(index)),
+            "driver": _driver_version(),
+            "triton": _triton_version(),
             "l2": "warm",
         }
 
@@ -149,6 +169,11 @@ class _Timer:
         try:
             return self._timed(kernel.fingerprint, [kernel.name], kernel.outputs, kernel.needs_data)
         except torch.cuda.OutOfMemoryError as error:
+            needed = sum(self.graph.values[v].bytes for v in {*kernel.inputs, *kernel.outputs})
+            if needed > self.device.memory:
+                has = f"{self.device.name} has {self.device.memory}"
+                untimed(self.codegen, f"kernel {kernel.name} needs {needed} bytes, and {has}")
+                return None
             reason = f"kernel {kernel.name} is not timed on {self.device.name} ({first_line(error)}); its time is modelled"
             untimed(self.codegen, reason)
             return modelled
@@ -248,7 +273,7 @@ class _Timer:
             stream.synchronize()
             try:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                with capturing(graph, stream):
                     for _ in range(_LAUNCHES):
                         compiled.call(list(inputs))
                 run: Callable[[], Any] = graph.replay
@@ -289,7 +314,7 @@ def _at_once(timers: Sequence[_Timer], compiled: Sequence[Compiled]) -> list[flo
                 piece.call(list(inputs))
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            with capturing(graph, stream):
                 kept = piece.call(list(inputs))
             graphs.append((graph, stream, inputs, kept))
 

@@ -7,17 +7,21 @@ lives as long as the process: green contexts cannot be torn down under tensors t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..passes import torch_compat
 from ..passes.errors import ClusterError
 from .device_code import check
 
+ISSUING = threading.RLock()
+"""Held while anything is enqueued on streams of lanes: executors share them, and a capture takes in what others enqueue."""
 _PIECE = 8
 """Multiprocessors of the smallest slice that every supported GPU can be cut into."""
 NAME = re.compile(r"cuda:(\d+)(?:/(\d+)sm)?(?:#\d+)?")
@@ -82,6 +86,21 @@ def _make(names: tuple[str, ...]) -> tuple[LaneStreams, ...]:
         for at, streams in zip(sliced, _slices(device, asked), strict=True):
             found[at] = streams
     return tuple(s for s in found if s is not None)
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+    """Capture what the block enqueues on ``stream`` and on the streams that are forked from it. The current device and streams
+    are as before afterwards, also where it fails; scratch memory of cuBLAS is the graph's own."""
+    device, current = torch.cuda.current_device(), torch.cuda.current_stream(stream.device)
+    torch_compat.clear_cublas_workspaces()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"):
+            yield
+    finally:
+        torch_compat.clear_cublas_workspaces()
+        torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
+        torch.cuda.set_device(device)
 
 
 def _slices(device: torch.device, asked: Sequence[int]) -> list[LaneStreams]:

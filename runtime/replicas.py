@@ -100,6 +100,11 @@ class Replica:
                 self._stamp = stamp
             return self._use
 
+    def distrust(self) -> None:
+        """The next use copies again."""
+        with self._lock:
+            self._stamp = None
+
     def mark(self, use: int, owner: torch.Tensor, source: torch.Tensor) -> None:
         """Says that the copy equals ``source`` as it is now, unless the lane has used it for another call since ``use``."""
         stamp = _Stamp.of(Sighting(source, owner, _place(source), _version(owner)), keep=False)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .codegen import Compiled, first_line
-from .cuda_streams import LaneStreams
+from .cuda_streams import LaneStreams, capturing
 from .replicas import own_copy
 
 MOST_CAPTURES = 8
@@ -69,7 +69,7 @@ class Slot:
             self._graphs.pop(place, None)
             return self._plainly(compiled, inputs, streams)
         try:
-            self._graphs[place] = self._capture(place[0], key, compiled, inputs, streams)
+            self._graphs[place] = self._capture(place, key, compiled, inputs, streams)
         except Exception as error:  # capturing enqueues nothing, so nothing has happened yet
             torch.cuda.synchronize(streams.device)
             self.reasons[name] = f"it cannot be captured: {type(error).__name__}: {first_line(error)}"
@@ -83,21 +83,17 @@ class Slot:
             return compiled.call(inputs)
 
     def _capture(
-        self, lane: int, key: tuple[Any, ...], compiled: Compiled, inputs: list[Any], streams: LaneStreams
+        self, place: tuple[int, int], key: tuple[Any, ...], compiled: Compiled, inputs: list[Any], streams: LaneStreams
     ) -> _Captured:  # fmt: skip
-        graph = torch.cuda.CUDAGraph()
-        if lane not in self._pools:  # a lane's graphs run one after the other, so they can share what they use in between
-            self._pools[lane] = torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream()
-        try:
-            with (
-                torch.cuda.device(streams.device),
-                torch.cuda.graph(graph, pool=self._pools[lane], stream=streams.compute, capture_error_mode="relaxed"),
-            ):
-                outputs = compiled.call(list(inputs))
-        except BaseException:
-            torch.cuda.set_stream(current)  # an invalidated capture leaves its own stream current
-            raise
+        lane, graph = place[0], torch.cuda.CUDAGraph()
+        # A lane's graphs run one after the other, so each can use what those before it have left. One that is captured again must
+        # not: its outputs could lie where a later one, captured before, still works.
+        pool = self._pools.get(lane) if place not in self._graphs else None
+        if pool is None:
+            pool = torch.cuda.graph_pool_handle()
+            self._pools.setdefault(lane, pool)
+        with torch.cuda.device(streams.device), capturing(graph, streams.compute, pool):
+            outputs = compiled.call(list(inputs))
         return _Captured(graph, key, outputs)
 
 

@@ -32,7 +32,7 @@ from ..passes import torch_compat
 from ..passes.cluster import Cluster
 from ..passes.cluster import Link as Path
 from ..passes.errors import ClusterError, TesseraWarning
-from .cuda_streams import LaneStreams, lane_streams
+from .cuda_streams import ISSUING, LaneStreams, capturing, lane_streams
 from .device_code import check, launch
 from .replicas import overlaps
 
@@ -150,9 +150,9 @@ class Link:
 
     def drain(self) -> list[torch.cuda.Event]:
         """Events behind all that was moved since the last call."""
-        events = [stream.record_event() for stream in self.busy.values()]
+        streams = list(self.busy.values())
         self.busy.clear()
-        return events
+        return [stream.record_event() for stream in streams]
 
 
 def lies_closely(tensor: torch.Tensor) -> bool:
@@ -258,10 +258,15 @@ class Gpu:
 
     def __init__(self, link: Link) -> None:
         _enable_peer(link.source.device.index or 0, link.target.device.index or 0)
-        with torch.cuda.device(link.target.device):
-            self.words = torch.zeros(64, dtype=torch.int32, device=link.target.device)
-            torch.cuda.current_stream().synchronize()
-        self.arrived, self.flag = self.words[0:1], self.words[32:33]
+        key = id(link.source), id(link.target)
+        with _lock:  # as long-lived as the streams that use them
+            if key not in _flags:
+                made = []
+                for device in (link.source.device, link.target.device):  # blocks are counted where they run
+                    made.append(torch.zeros(32, dtype=torch.int32, device=device))
+                    torch.cuda.synchronize(device)
+                _flags[key] = made[0], made[1]
+            self.arrived, self.flag = _flags[key]
 
     def copy(self, link: Link, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Stream:
         with torch.cuda.stream(link.out):
@@ -375,6 +380,7 @@ def _enable_peer(source: int, target: int) -> None:
         return
     from cuda.bindings import runtime
 
+    torch.zeros(1, device=f"cuda:{source}").to(f"cuda:{target}")  # torch maps its own memory for the peer
     with torch.cuda.device(source):
         result = runtime.cudaDeviceEnablePeerAccess(target, 0)
         if int(result[0]) != int(runtime.cudaError_t.cudaErrorPeerAccessAlreadyEnabled):
@@ -411,6 +417,7 @@ class LinkReport:
 
 
 _streams: dict[tuple[int, int], tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+_flags: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _reports: dict[tuple[int, int, str], tuple[LinkReport, Callable[[Link], Transport]]] = {}
 _lock = threading.RLock()
 
@@ -420,7 +427,7 @@ def make_link(source: LaneStreams, target: LaneStreams, transport: str = "auto")
 
     Raises ClusterError where the transport asked for is not there, or no path moves the pattern unharmed.
     """
-    with _lock:
+    with _lock, ISSUING:
         pair = id(source), id(target)
         if pair not in _streams:
             _streams[pair] = source.new_stream(), target.new_stream()
@@ -480,12 +487,7 @@ def _choose(link: Link, wanted: str) -> tuple[LinkReport, Callable[[Link], Trans
         link.transport = Host()
         found = prove(link)
         if found is not None:
-            warnings.warn(
-                f"what {' and '.join(corrupt)} moved from {link.source.device} to {link.target.device} did not arrive as it was "
-                "sent; values between them go through the host",
-                TesseraWarning,
-                stacklevel=4,
-            )
+            _warn(link, corrupt, "host")
             return LinkReport(found, (found,), tuple(corrupt)), makers["host"]
     if not tried:
         raise ClusterError(f"no value arrives from {link.source.device} at {link.target.device} as it was sent")
@@ -496,7 +498,19 @@ def _choose(link: Link, wanted: str) -> tuple[LinkReport, Callable[[Link], Trans
         link.transport = Peer(most, captured)
         both = Proven("peer", _time(link), _time_captured(link))
         return LinkReport(both, tuple(tried)), lambda _: Peer(most, captured)
+    if corrupt:
+        _warn(link, corrupt, tried[0].transport)
     return LinkReport(tried[0], tuple(tried), tuple(corrupt)), makers[tried[0].transport]
+
+
+def _warn(link: Link, corrupt: Sequence[str], instead: str) -> None:
+    through = "through the host" if instead == "host" else f"by {instead}"
+    warnings.warn(
+        f"what {' and '.join(corrupt)} moved from {link.source.device} to {link.target.device} did not arrive as it was sent; "
+        f"values between them go {through}",
+        TesseraWarning,
+        stacklevel=5,
+    )
 
 
 _REPEATS = 10
@@ -557,15 +571,18 @@ def _time_captured(link: Link) -> dict[int, float]:
         torch.cuda.current_stream().synchronize()
         for size in SIZES:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-            current = torch.cuda.current_stream()
+            room = None
+            if link.target.device != device:  # the graph's pool is of its own device alone
+                with torch.cuda.stream(link.into):
+                    room = torch.empty(size, dtype=torch.uint8, device=link.target.device)
+                link.into.synchronize()
             link.busy.clear()
             try:
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-                    _chain(link, data[:size], stream.record_event())
+                with capturing(graph, stream):
+                    _chain(link, data[:size], stream.record_event(), room)
                     for event in link.drain():
                         stream.wait_event(event)
             except Exception:
-                torch.cuda.set_stream(current)
                 torch.cuda.synchronize(device)
                 return _time(link)
             times = []
@@ -581,7 +598,7 @@ def _time_captured(link: Link) -> dict[int, float]:
     return us
 
 
-def _chain(link: Link, payload: torch.Tensor, done: torch.cuda.Event) -> None:
+def _chain(link: Link, payload: torch.Tensor, done: torch.cuda.Event, room: torch.Tensor | None = None) -> None:
     for _ in range(_REPEATS):
-        _, done = link.fetch(payload, done)
+        _, done = link.fetch(payload, done, room)
     link.into.wait_event(done)

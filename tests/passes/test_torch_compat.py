@@ -267,3 +267,8 @@ def test_cause_of_finds_what_a_backend_raised():
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert isinstance(torch_compat.cause_of(caught.value), KeyError)
     assert torch_compat.cause_of(error := ValueError()) is error
+
+
+def test_workspaces_of_cublas_can_be_forgotten():
+    torch_compat.clear_cublas_workspaces()
+    assert hasattr(torch._C, "_cuda_clearCublasWorkspaces") or torch.version.cuda is None

@@ -25,6 +25,8 @@ class _Event:
 
 
 class _Stream:
+    device = torch.device("cpu")
+
     def __init__(self, *_: object) -> None:
         self.waits: list[_Stream] = []
 
@@ -73,6 +75,8 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> _Stream:
         "CUDAGraph": _Graph,
         "graph": lambda *_, **__: contextlib.nullcontext(),
         "set_stream": lambda *_: None,
+        "set_device": lambda *_: None,
+        "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
