@@ -118,7 +118,8 @@ def model_times(length: int) -> dict[str, Any]:
             row["us"] = us
             print(
                 f"  {name:20} {us:8.0f} µs  first call {row['first_call_s']:5.1f} s  "
-                f"tokens equal {100 * row['token_match']:.1f} %, largest logit difference {row['largest_difference']:.4f} {row.get('reasons') or ''}"
+                f"tokens equal {100 * row['token_match']:.1f} %, largest logit difference {row['largest_difference']:.4f} "
+                f"{row.get('reasons') or ''}"
             )
     base = {
         "one lane": "inductor",
