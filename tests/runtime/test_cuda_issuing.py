@@ -12,8 +12,8 @@ from tessera_compile.passes import depend, partition, schedule
 from tessera_compile.passes.errors import TesseraWarning
 from tessera_compile.passes.ir import Recv
 from tessera_compile.passes.placements import place
-from tessera_compile.runtime import cuda_graphs, cuda_lanes, cuda_profiler, transports
-from tessera_compile.runtime.codegen import Codegen
+from tessera_compile.runtime import cuda_graphs, cuda_lanes, cuda_profiler, segment_graphs, transports
+from tessera_compile.runtime.codegen import Codegen, Compiled
 from tessera_compile.runtime.cuda_streams import LaneStreams
 from tessera_compile.runtime.roofline import model_profile
 from tests.capture import Capture, assert_same
@@ -42,6 +42,18 @@ class _Stream:
 
 class _Lane(LaneStreams):
     def new_stream(self) -> _Stream:  # type: ignore[override]
+        return _Stream()
+
+
+class _HostLane:
+    """Of a GPU, though all that it is given lies on the host."""
+
+    device, context = torch.device("cuda", 0), None
+
+    def __init__(self, compute: _Stream, sms: int) -> None:
+        self.compute, self.sms = compute, sms
+
+    def new_stream(self) -> _Stream:
         return _Stream()
 
 
@@ -200,6 +212,71 @@ def test_a_graph_that_asks_the_host_is_not_captured(caller: _Stream):
         captured(), captured()
     assert run.replays == 0
     assert "host needs" in run.reasons["all"]
+
+
+def test_a_segment_that_is_captured_again_has_a_pool_of_its_own(caller: _Stream, monkeypatch: pytest.MonkeyPatch):
+    pools: list[object] = []
+    handles = iter(range(10))
+
+    @contextlib.contextmanager
+    def capturing(graph, stream, pool):
+        pools.append(pool)
+        yield
+
+    monkeypatch.setattr(segment_graphs, "capturing", capturing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    reasons: dict[str, str] = {}
+    slot = segment_graphs.Slot(reasons)
+    compiled = Compiled(lambda inputs: [inputs[0] * 2], ("x",), ("y",), (), "eager")
+    lane = _Lane(torch.device("cpu"), _Stream(), 8)
+    tensors = [torch.ones(2) * i for i in range(20)]
+
+    def run(place, tensor):
+        return slot.run(place, f"S{place[1]}", compiled, [tensor], lane)[0]
+
+    for where in ((0, 1), (0, 2)):
+        for _ in range(3):  # as it is, captured, replayed
+            run(where, tensors[0])
+    assert (pools, slot.replays) == ([0, 0], 2)
+    for tensor in tensors[1:4]:
+        assert torch.equal(run((0, 1), tensor), tensor * 2)
+    assert pools == [0, 0, 1, 2, 3]
+    run((1, 1), tensors[0]), run((1, 1), tensors[0])
+    assert pools[-1] == 4
+    for tensor in tensors[4:]:
+        assert torch.equal(run((0, 1), tensor), tensor * 2)
+    assert "somewhere else each time" in reasons["S1"]
+    assert len(pools) == 6 + segment_graphs.MOST_CAPTURES - 4
+
+
+def test_a_segment_that_cannot_be_captured_runs_as_it_is(caller: _Stream, monkeypatch: pytest.MonkeyPatch):
+    @contextlib.contextmanager
+    def capturing(graph, stream, pool):
+        yield
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(segment_graphs, "capturing", capturing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    reasons: dict[str, str] = {}
+    slot = segment_graphs.Slot(reasons)
+    compiled = Compiled(lambda inputs: [inputs[0] * 2], ("x",), ("y",), (), "eager")
+    x = torch.ones(2)
+    for _ in range(4):
+        assert torch.equal(slot.run((0, 0), "S0", compiled, [x], _Lane(torch.device("cpu"), _Stream(), 8))[0], x * 2)
+    assert reasons == {"S0": "it cannot be captured: RuntimeError: no capture"}
+    assert slot.replays == 0
+
+
+def test_what_lies_on_the_host_is_not_copied_between_lanes(caller: _Stream, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_lanes, "lane_streams", lambda names: tuple(_HostLane(_Stream(), 8) for _ in names))
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+    with torch.no_grad():
+        captured = Capture(model, {"input": x})
+        captured.run[0] = run = executor(captured.graphs[0], "alternate")
+        assert_same(captured(), model(x))
+    assert run.links
+    assert all(link.moved_bytes == 0 for link in run.links.values())
 
 
 def test_a_kernel_that_fails_has_no_time_and_one_without_memory_a_modelled_one(monkeypatch: pytest.MonkeyPatch):
