@@ -15,9 +15,10 @@ Request i starts o at i·P + σ(o), so in one period a lane runs its segments in
 Such a schedule always exists at this P: operations of one resource can be laid end to end in any order, which fits since their
 sum is at most P, and each delayed by whole periods until what it waits for is done; without recurrences nothing limits the
 delay. (A request that needs the state that its predecessor leaves is not pipelined with it.) L is what is worth minimising, since
-each slot is memory. Operations are placed in topological order, each in the first gap of its resource that holds it; a resource
-whose gaps have become too short is laid end to end in the order that the gaps suggested, and the rest is placed anew. The order
-of the program itself, end to end, is the other candidate; the smaller L wins.
+each slot is memory. Three ways are tried, and the smallest L wins. (1) Operations are placed in topological order, each in the
+first gap of its resource that holds it; one that finds no gap is given its place beforehand, and all is placed anew. (2) The
+same, but a resource whose gaps have become too short is laid end to end in the order that the gaps suggested. (3) Each resource
+end to end in the order of the program.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _LONGER = 1.03  # Each period that is tried, over that before it.
 #: Operations that are moved in search of a smaller latency: at most so many, and so many times the number of operations, since
 #: each attempt places all anew.
 _MOVES, _PLACED = 400, 20_000
+_RESERVED = 60  # Operations that may be given their place beforehand.
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Steady:
     """A modulo schedule of one program.
 
     ``starts``: segment, or ``"value->lane"`` for a transfer → µs after the start of its request. ``lanes``: the parts of each
-    lane in their order within a period. ``latency_us``: L. ``slots``: requests that overlap.
+    lane in their order within a period. ``latency_us``: L. ``slots``: requests that overlap. ``shortest_us``: P, where
+    ``period_us`` is longer for the sake of fewer slots.
     """
 
     program: Program
@@ -59,6 +62,7 @@ class Steady:
     latency_us: float
     starts: Mapping[str, float] = field(repr=False)
     lanes: tuple[tuple[Part, ...], ...] = field(repr=False)
+    shortest_us: float = 0.0
 
     @property
     def slots(self) -> int:
@@ -113,6 +117,7 @@ def steady(
             max((s + o.us for s, o in zip(starts, operations, strict=True)), default=0.0),
             {o.name: s for o, s in zip(operations, starts, strict=True)},
             _parts(program, operations, starts, ends, period),
+            shortest,
         )
         if slots is None or made.slots <= slots:
             return made
@@ -250,6 +255,9 @@ def _best(operations: Sequence[_Operation], period: float, resources: Sequence[t
         best = starts
     else:
         packed = members
+    beforehand = _reserve(operations, period)
+    if beforehand is not None and latency(beforehand) < latency(best):
+        return beforehand
     # Move single operations within resources that are laid end to end, as long as that makes the latency smaller.
     movable = [r for r in packed if len(packed[r]) > 2]
     random = Random(0)
@@ -261,6 +269,42 @@ def _best(operations: Sequence[_Operation], period: float, resources: Sequence[t
         starts = _place(operations, period, {**packed, resource: order})
         if latency(starts) <= least and not any(_overlap(operations, starts, r, period) for r in resources if r not in packed):
             best, least, packed = starts, latency(starts), {**packed, resource: order}
+    return best
+
+
+def _reserve(operations: Sequence[_Operation], period: float) -> list[float] | None:
+    """Starts of way (1); None where too many operations would need their place beforehand."""
+    wanted: dict[int, float] = {}  # Of operations that found no gap: when they could have started.
+    best: list[float] | None = None
+    least, again = math.inf, 0
+    for _ in range(_RESERVED):
+        gaps = {o.resource: _Gaps(period) for o in operations}
+        offset: dict[int, float] = {}
+        for i in sorted(wanted, key=lambda i: -operations[i].us):
+            start = gaps[operations[i].resource].take(wanted[i], operations[i].us)
+            if start is None:
+                return best
+            offset[i] = start % period
+        starts: list[float] = []
+        for i, o in enumerate(operations):
+            ready = max((starts[a] + operations[a].us for a in o.after), default=0.0)
+            if i in offset:
+                wanted[i] = ready
+                late = (offset[i] - ready) % period
+                starts.append(ready + (0.0 if period - late < _EPS else late))
+                continue
+            start = gaps[o.resource].take(ready, o.us)
+            if start is None:
+                wanted[i] = ready
+                break
+            starts.append(start)
+        else:
+            latency = max((s + o.us for s, o in zip(starts, operations, strict=True)), default=0.0)
+            if latency < least:
+                best, least = starts, latency
+            again += 1
+            if again > 3 or not wanted:  # With the places nearer to where they are wanted L may become smaller.
+                return best
     return best
 
 

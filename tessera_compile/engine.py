@@ -107,7 +107,8 @@ class Engine:
         when_full: whether ``submit`` waits for a place in the queue or raises EngineFullError.
         timeout: seconds from submit after which a request's future fails with TimeoutError; None: never.
         scheduling: ``dynamic``: of what can run, what is due first; ``static``: strictly by the plans' steady states; ``auto``:
-            static while the throughput plan is followed and at least ``inflight`` requests wait.
+            static while the throughput plan is followed and at least ``inflight`` requests wait, if the steady states come within
+            2 % of the shortest periods with that many in flight.
         window_ms, beta, slo_ms: of the monitor (``runtime/monitor.py``): its window, when to change plan, and a target for the
             time from submit to result.
         order, pipelined, free_transfers: for comparisons: serve segments by ``age`` or ``fifo``, one request at a time, or (of
@@ -175,6 +176,7 @@ class Engine:
         self._plan_lock = threading.Lock()
         self._dispatcher: Dispatcher | None = None
         self._devices: tuple[str, ...] = ()
+        self._short = False  # Whether the steady states are worth following.
         self._ways: weakref.WeakKeyDictionary[CompiledGraph, Ways] = weakref.WeakKeyDictionary()
         #: Of conversations: state's storage → the storage, so that its identity stays taken, and the plan that it stays with.
         self._stays: dict[int, tuple[Any, Followed]] = {}
@@ -502,13 +504,14 @@ class Engine:
                     devices, lane_threads(len(devices)), order=self._order, pipelined=self._pipelined, factor=graph.options.pace
                 )
             self._ways[graph] = ways
+            self._short = all(w.steady_is_short() for w in self._ways.values())
             return ways
 
     def _schedule(self) -> None:
         """Chooses between the two ways of scheduling."""
         if self._dispatcher is None:
             return
-        deep = self._monitor.following == "throughput" and len(self._queued) >= self.inflight
+        deep = self._short and self._monitor.following == "throughput" and len(self._queued) >= self.inflight
         static = self._scheduling == "static" or (self._scheduling == "auto" and deep)
         order: Order = "static" if static else self._order
         if order != self._dispatcher.order:

@@ -22,6 +22,9 @@ from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
 from .runtime.monitor import Followed
 from .runtime.simulator import drive
 
+#: A steady state is followed on its own accord where its period is at most this times the shortest.
+NEAR = 1.02
+
 
 @dataclass(frozen=True)
 class Way:
@@ -103,6 +106,10 @@ class Ways:
     def all(self) -> tuple[Way, ...]:
         with self._lock:
             return tuple(self._made.values())
+
+    def steady_is_short(self) -> bool:
+        """Whether the steady states come near the shortest periods with as many requests in flight as there may be."""
+        return all(w.steady.period_us <= NEAR * w.steady.shortest_us for w in self.all)
 
     def same_homes(self) -> bool:
         """Whether all ways keep state on the same lanes, so that a conversation can change between them freely."""
