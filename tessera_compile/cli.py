@@ -56,6 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--json", type=Path, help="also write the report to this file")
     explain.set_defaults(run=_explain)
 
+    simulated = commands.add_parser("simulate", help="send requests through the plans of a saved report, in simulated time")
+    simulated.add_argument("report", type=Path, help="what tessera explain --json has written")
+    simulated.add_argument("--cluster", help="the same devices with other links, say (default: the report's)")
+    simulated.add_argument("--requests", type=int, default=200, help="how many (default: %(default)s)")
+    simulated.add_argument(
+        "--every", type=float, default=0.0, metavar="US", help="µs between two arrivals (default: all at once)"
+    )
+    simulated.add_argument("--inflight", type=int, default=8, help="requests that run at once (default: %(default)s)")
+    simulated.add_argument(
+        "--order", choices=("due", "age", "fifo", "static"), default="due", help="what lanes serve first (default: %(default)s)"
+    )
+    simulated.set_defaults(run=_simulate)
+
     what_if.add_parsers(commands)
     ptx_commands.add_parser(commands)
 
@@ -118,6 +131,23 @@ def _explain(arguments: argparse.Namespace) -> int:
     print(report)
     if arguments.json is not None:
         report.to_json(arguments.json)
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from .reports import Report
+    from .simulation import simulate
+
+    if arguments.requests < 1 or arguments.inflight < 1 or not 0 <= arguments.every < float("inf"):
+        raise OptionsError("--requests and --inflight take whole numbers from 1, --every µs from 0")
+    try:
+        report = Report.from_json(arguments.report.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"cannot read {arguments.report}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise OptionsError(f"{arguments.report} is not a report that tessera explain --json wrote: {error}") from error
+    times = [arguments.every * i for i in range(arguments.requests)]
+    print(simulate(report, arguments.cluster, arrivals=times, inflight=arguments.inflight, order=arguments.order))
     return 0
 
 

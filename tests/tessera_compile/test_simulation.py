@@ -6,6 +6,7 @@ from torch import nn
 
 import tessera_compile
 from tessera_compile import make_cluster, simulate
+from tessera_compile.cli import main
 from tessera_compile.passes.errors import PlanError
 
 
@@ -48,6 +49,19 @@ def test_one_at_a_time_and_free_transfers(report):
     free = simulate(report, arrivals=50, inflight=8, pipelined=False, free_transfers=True)
     busiest = sum(sum(row[plan.placement[k]] for k, row in plan.times.items() if plan.placement[k] == d) for d in plan.devices)
     assert free.period_us == pytest.approx(busiest, rel=1e-6)
+
+
+def test_from_a_shell(report, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    report.to_json(path)
+    assert main(["simulate", str(path), "--requests", "50", "--inflight", "6", "--order", "static"]) == 0
+    assert "simulated: 50 requests" in capsys.readouterr().out
+    assert main(["simulate", str(path), "--cluster", "2xcpu"]) == 2
+    assert main(["simulate", str(path), "--requests", "0"]) == 2
+    assert main(["simulate", str(tmp_path / "nothing.json")]) == 2
+    path.write_text("{}")
+    assert main(["simulate", str(path)]) == 2
+    assert "is not a report" in capsys.readouterr().err
 
 
 def test_other_links_and_bad_input(report):
