@@ -40,6 +40,7 @@ from tessera_compile.runtime.simulator import Passage, Run, drive
 from tessera_compile.simulation import modelled_route
 
 CLUSTER = "a100-80gb,l40s@{}Gbps+10us"
+PACE = 400.0  # real time per emulated time
 CENSUS = Path(__file__).parent / "data" / "gptoss20b_a100_l40s.csv"
 
 
@@ -239,7 +240,7 @@ def emulated() -> dict[str, Any]:
     for scheduling, inflight in (("dynamic", 1), ("dynamic", 4), ("dynamic", 8), ("static", 8)):
         torch._dynamo.reset()
         options = {
-            "cluster": CLUSTER.format(200), "profile": "model", "codegen": "null", "policy": "throughput", "pace": 60,
+            "cluster": CLUSTER.format(200), "profile": "model", "codegen": "null", "policy": "throughput", "pace": PACE,
             "time_limit": 10.0,
         }  # fmt: skip
         compiled = torch.compile(model, backend="tessera", options=options)
@@ -247,16 +248,16 @@ def emulated() -> dict[str, Any]:
             engine.submit(**inputs).result()
             ways = next(iter(engine._ways.values()))
             ways._shares = []  # One plan, whose prediction is known.
-            for _ in engine.map([inputs] * (2 * inflight)):
+            for _ in engine.map([inputs] * inflight):
                 pass
             engine._dispatcher.reset()
             ends = []
-            for _ in engine.map([inputs] * 60):
+            for _ in engine.map([inputs] * (6 + 4 * inflight)):
                 ends.append(time.monotonic())
             emulation = engine.stats().emulation
             way = ways.throughput
-        ends = ends[10:]
-        us = (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6 / 60
+        ends = ends[inflight // 2 :]
+        us = (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6 / PACE
         found[f"{inflight} {scheduling}"] = {
             "reached": round(way.plan.bottleneck_us / us, 4), "us": round(us, 2), "predicted_us": way.plan.bottleneck_us,
             "overran": f"{emulation.overran} of {emulation.steps}", "void": emulation.void,
