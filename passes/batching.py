@@ -9,7 +9,7 @@ import numpy as np
 
 from .mix import Mix, Worth, memory_binds, possible, resources, worth
 from .mix_plan import MixPlan, recommend
-from .mixture import best_shares, level_plans, loads_by_name, named, whole_shares
+from .mixture import best_shares, in_turn, level_plans, loads_by_name, named, whole_shares
 
 Placement = tuple[int, ...]
 Sizes = tuple[int, ...]
@@ -58,10 +58,12 @@ def mix_batches(
         return replace(best, recommendation=recommend(baselines, best.bottleneck_us))
     memory = _memory(union, [(positions[sizes], place) for (sizes, place), _ in shares])
     any_mix, worths = mixes[shares[0][0][0]], [pool[key] for key, _ in shares]
+    whole = whole_shares(any_mix, worths, [share for _, share in shares])
     return replace(
         best,
         plans=tuple(named(mixes[sizes], place, share, pool[sizes, place], sizes) for (sizes, place), share in shares),
-        whole=whole_shares(any_mix, worths, [share for _, share in shares]),
+        whole=whole,
+        whole_us=in_turn(any_mix, worths, whole),
         bottleneck_us=us,
         loads=loads_by_name(any_mix, [(of, share) for of, (_, share) in zip(worths, shares, strict=True)], memory),
         recommendation=recommend(baselines, us),

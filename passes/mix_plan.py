@@ -26,9 +26,9 @@ class MixPlan:
 
     bottleneck_us: µs between two whole mixes in the steady state. bound_us: certified, no mixture of plans does better.
     ``single`` is the best plan found when one must serve all requests, ``whole`` how many requests of ``sum(whole)`` each plan of
-    the mixture serves. baselines: name → µs, of the simple plans; ``loads``: group → (µs of compute of a member, µs of its
-    busiest link, bytes of memory on a member when all plans are resident). batches: of each phase, in the plan with the largest
-    share.
+    the mixture serves and ``whole_us`` what that takes (``bottleneck_us`` is of the fractions). baselines: name → µs, of the
+    simple plans; ``loads``: group → (µs of compute of a member, µs of its busiest link, bytes of memory on a member when all
+    plans are resident). batches: of each phase, in the plan with the largest share.
     """
 
     plans: tuple[SharedPlan, ...]
@@ -46,6 +46,7 @@ class MixPlan:
     batches: tuple[int, ...] = ()
     other_hardware: Mapping[str, float] = field(default_factory=dict)
     objective: str = "throughput"
+    whole_us: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -76,7 +77,9 @@ class MixPlan:
             end = "would be faster than anything on this cluster" if faster else f"ours is {ratio:.3f}x as fast"
             lines.append(f"  {name:26} {us:12.1f} µs   {end}")
         if len(self.plans) > 1:
-            lines.append(f"{len(self.plans)} plans share the requests, {' : '.join(map(str, self.whole))}")
+            whole = " : ".join(map(str, self.whole))
+            turns = f", which takes {self.whole_us:.1f} µs" if self.whole_us > self.bottleneck_us * (1 + 1e-6) else ""
+            lines.append(f"{len(self.plans)} plans share the requests; in whole requests {whole}{turns}")
         for plan in self.plans:
             counts: dict[str, int] = {}
             for group in plan.placement.values():
@@ -106,6 +109,7 @@ class MixPlan:
                 "baselines": dict(self.baselines),
                 "placement": dict(self.plans[0].placement) if len(self.plans) == 1 else [dict(p.placement) for p in self.plans],
                 "requests": list(self.whole),
+                "whole_us": self.whole_us,
                 "single": {"bottleneck_us": self.single_us, "gap": self.single_gap, "placement": dict(self.single.placement)},
                 "groups": {name: list(members) for name, members in self.groups.items()},
                 "recommendation": self.recommendation,

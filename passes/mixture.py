@@ -31,10 +31,10 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from .baselines import Baselines, simple_plans
-from .errors import InfeasibleError
+from .errors import InfeasibleError, PlanError
 from .ir import format_bytes
 from .latency import fastest_chains, longest_paths, makespan, waits
-from .mix import Mix, Worth, fits, loads_of, memory_binds, possible, resources, worth
+from .mix import Mix, Worth, apart, fits, loads_of, memory_binds, possible, resources, worth
 from .mix_plan import MixPlan, SharedPlan, recommend
 from .problem import HOME
 from .relaxation import integer_plan, relax
@@ -83,11 +83,11 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         for placement in level_plans(mix, relaxed.x) if relaxed.x is not None else ():
             add(placement)
     if not pool:
-        for placement in _packed(mix) if every is None else ():
+        for placement in _packed(mix, deadline) if every is None else ():
             add(placement)
         if not pool:
             raise _does_not_fit(mix)
-    shares, value, prices = _master(mix, pool)
+    shares, value, prices = _master(mix, pool, deadline)
     if every is None and len(mix.groups) > 2 and time_limit > 0:
         shares, value = _price_in(mix, pool, add, shares, value, prices, lower, gap, deadline)
     best = min(pool, key=lambda p: float(resources(mix, pool[p]).max(initial=0.0)))
@@ -96,11 +96,11 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         if len(mix.groups) == 2 and time.perf_counter() < deadline:
             best = _exact(mix, best, lower, gap, deadline)
         if add(best):
-            shares, value, _ = _master(mix, pool)
+            shares, value, _ = _master(mix, pool, deadline)
 
     def mixed(of: Mix, part: Mapping[Placement, Worth]) -> float:
         nonlocal shares, value
-        found, us, _ = _master(of, part)
+        found, us, _ = _master(of, part, deadline)
         if us < value and of is mix:  # The master program over all plans stopped at its tolerance.
             shares, value = found, us
         # Of members: their taking turns is in the pool and no slower, so that what is below `value` is tolerance too.
@@ -115,6 +115,7 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
     if time_limit <= 0:
         status = "heuristic: no time to solve"
     whole = whole_shares(mix, [pool[p] for p, _ in shares], [s for _, s in shares])
+    turns = in_turn(mix, [pool[p] for p, _ in shares], whole)
     plans = tuple(named(mix, p, s, pool[p]) for p, s in shares)
     single = worth(mix, best)
     single_us = float(resources(mix, single).max(initial=0.0))
@@ -131,6 +132,7 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         loads_by_name(mix, [(pool[p], s) for p, s in shares], _union(mix, [p for p, _ in shares])),
         baselines,
         recommend(baselines, value),
+        whole_us=turns,
     )
 
 
@@ -176,8 +178,10 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) ->
     workload, whose kernels and moves between them come one after the other: least by dynamic programming, and for two groups with
     moves of state between workloads by a minimum cut. That is the bound; where the path is all there is (a chain without skip
     edges), its placement is the optimum. Branches may run side by side: plans cut from the relaxation, simple plans and moves of
-    kernels are judged by list scheduling.
+    kernels are judged by list scheduling. Members of a group are devices of their own here: one request can use several.
     """
+    if any(group.size > 1 for group in mix.groups):
+        mix = apart(mix)
     mix.check()
     started = time.perf_counter()
     deadline = started + time_limit
@@ -219,7 +223,7 @@ def fastest_request(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) ->
         else:
             proven = True
     if not pool:
-        for placement in _packed(mix):
+        for placement in _packed(mix, deadline):
             add(placement)
         if not pool:
             raise _does_not_fit(mix)
@@ -318,8 +322,12 @@ def level_plans(mix: Mix, x: np.ndarray, most: int = 400) -> list[Placement]:
     return list(found)
 
 
-def _packed(mix: Mix) -> list[Placement]:
-    """Plans that fit into memory where no simple one does: an integer program with the relaxation's memory rows."""
+def _packed(mix: Mix, deadline: float) -> list[Placement]:
+    """A plan that fits into memory where no simple one does: an integer program with the relaxation's memory rows.
+
+    The solver forgives a row by a millionth: where what it packs onto a device does not fit, not all of that may lie there
+    (a cover cut), and it is asked again. Raises PlanError where time is over; gives none where there is none.
+    """
     size, count = len(mix.groups), len(mix.kernels)
     if not count:
         return []
@@ -350,29 +358,44 @@ def _packed(mix: Mix) -> list[Placement]:
                 terms[size * (count + w) + g] = nbytes / scale
         rows.append(terms)
         right.append((group.memory - base) / scale)
-    data = [(i, c, v) for i, row in enumerate(rows) for c, v in row.items()]
-    matrix = sparse.csr_array(
-        ([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(max(len(rows), 1), width)
-    )
     equal = sparse.csr_array(
         (np.ones(count * size), (np.repeat(np.arange(count), size), np.arange(count * size))), shape=(count, width)
     )
     finite = np.where(mix.allowed, mix.times * mix.counts[:, None], 0.0)
     cost = np.concatenate((finite.reshape(-1), np.zeros(width - count * size)))
     upper = np.concatenate((mix.allowed.reshape(-1).astype(float), np.ones(width - count * size)))
-    answer = milp(
-        cost / max(cost.max(), 1.0),
-        integrality=np.ones(width),
-        bounds=Bounds(0, upper),
-        constraints=[
-            LinearConstraint(matrix, -np.inf, np.array(right) if right else np.zeros(1)),
-            LinearConstraint(equal, 1, 1),
-        ],
-        options={"time_limit": 20.0, "mip_rel_gap": 0.05},
-    )
-    if answer.x is None:
-        return []
-    return [tuple(int(g) for g in answer.x[: count * size].reshape(count, size).argmax(axis=1))]
+    started = time.perf_counter()
+    seconds = min(20.0, max(1.0, deadline - started))
+    while True:
+        data = [(i, c, v) for i, row in enumerate(rows) for c, v in row.items()]
+        matrix = sparse.csr_array(
+            ([d[2] for d in data], ([d[0] for d in data], [d[1] for d in data])), shape=(max(len(rows), 1), width)
+        )
+        left = seconds - (time.perf_counter() - started)
+        answer = milp(
+            cost / max(cost.max(), 1.0),
+            integrality=np.ones(width),
+            bounds=Bounds(0, upper),
+            constraints=[
+                LinearConstraint(matrix, -np.inf, np.array(right) if right else np.zeros(1)),
+                LinearConstraint(equal, 1, 1),
+            ],
+            options={"time_limit": max(0.1, left), "mip_rel_gap": 0.05},
+        )
+        if answer.x is None:
+            if answer.status == 1 or left <= 0:
+                raise PlanError(f"no placement that fits into memory was found within {seconds:.1f} s; raise time_limit")
+            return []
+        found = tuple(int(g) for g in answer.x[: count * size].reshape(count, size).argmax(axis=1))
+        over = [g for g, used in enumerate(_union(mix, [found])) if used > mix.groups[g].memory]
+        if not over:
+            return [found]
+        for g in over:
+            lying = [w for w, (_, _, readers, _) in enumerate(mix.residents) if any(found[r] == g for r in readers)]
+            if not lying:
+                return []
+            rows.append({size * (count + w) + g: 1.0 for w in lying})
+            right.append(len(lying) - 1.0)
 
 
 # -- the master program
@@ -391,7 +414,9 @@ def best_shares(table: np.ndarray) -> tuple[list[tuple[int, float]], np.ndarray]
     return [(i, float(answer.x[i])) for i in range(count) if answer.x[i] > 1e-9], np.maximum(-answer.ineqlin.marginals, 0.0)
 
 
-def _master(mix: Mix, pool: Mapping[Placement, Worth]) -> tuple[list[tuple[Placement, float]], float, np.ndarray]:
+def _master(
+    mix: Mix, pool: Mapping[Placement, Worth], deadline: float
+) -> tuple[list[tuple[Placement, float]], float, np.ndarray]:  # fmt: skip
     """Shares, value in µs, and the prices of the resources."""
     names = list(pool)
     table = np.stack([resources(mix, pool[p]) for p in names], axis=1)
@@ -399,7 +424,8 @@ def _master(mix: Mix, pool: Mapping[Placement, Worth]) -> tuple[list[tuple[Place
     used, prices = best_shares(table / scale)
     chosen = [(names[i], share) for i, share in used]
     if not chosen or not _union_fits(mix, [p for p, _ in chosen]):
-        chosen = _master_with_memory(mix, names, table / scale)
+        seconds = min(10.0, max(0.2, deadline - time.perf_counter()))
+        chosen = _master_with_memory(mix, names, table / scale, seconds=seconds)
     total = sum(s for _, s in chosen)
     chosen = sorted(((p, s / total) for p, s in chosen), key=lambda item: -item[1])
     mixed = sum((s * resources(mix, pool[p]) for p, s in chosen), np.zeros(len(table)))
@@ -498,7 +524,7 @@ def _price_in(
             fresh |= add(_descend(mix, placement, prices, deadline))
         if not fresh:
             break
-        found, better, prices = _master(mix, pool)
+        found, better, prices = _master(mix, pool, deadline)
         before = value
         if better <= value:
             shares, value = found, better
@@ -662,6 +688,12 @@ def whole_shares(mix: Mix, worths: Sequence[Worth], shares: Sequence[float], mos
         if value <= ideal * 1.001:
             break
     return best[1]
+
+
+def in_turn(mix: Mix, worths: Sequence[Worth], whole: Sequence[int]) -> float:
+    """µs between two mixes where each plan serves that many requests of ``sum(whole)``."""
+    loads = np.stack([resources(mix, w) for w in worths], axis=1)
+    return float((loads @ (np.array(whole) / max(sum(whole), 1))).max(initial=0.0))
 
 
 def named(mix: Mix, placement: Placement, share: float, of: Worth, batches: tuple[int, ...] = ()) -> SharedPlan:

@@ -182,7 +182,8 @@ def _plan(mix: Mix, time_limit: float, gap: float) -> MixPlan:
     except InfeasibleError:
         return best_mixture(apart(mix), time_limit=time_limit, gap=gap)
     try:
-        alone = best_mixture(apart(mix), time_limit=max(0.0, time_limit - (time.perf_counter() - started)), gap=gap)
+        left = max(time_limit / 4, time_limit - (time.perf_counter() - started))
+        alone = best_mixture(apart(mix), time_limit=left, gap=gap)
     except InfeasibleError:
         return grouped
     best, other = (alone, grouped) if alone.bottleneck_us < grouped.bottleneck_us else (grouped, alone)

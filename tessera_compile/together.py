@@ -157,7 +157,7 @@ class PlanTogether:
             time_limit=self.time_limit,
             gap=self.gap,
         )
-        followed = self.plan.plans[0].placement  # a plain call follows one plan: the one with the largest share
+        followed = self.plan.single.placement  # a plain call follows one plan, and this is the best for all of them
         members = {name: devices[0] for name, devices in self.plan.groups.items()}
         changes = []
         for (graph, phase, _, _), (ddg, _) in zip(calls, parts, strict=True):

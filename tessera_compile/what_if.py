@@ -126,6 +126,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionsError(f"--gap {arguments.gap}: give a number from 0 to below 1, such as 0.005")
 
 
+NO_MEMORY = "memory is not checked: a profile does not say what the weights take"
+
+
 def _mix(arguments: argparse.Namespace, cluster: Any, path: Path) -> Any:
     from .passes.mix import mix_of_table, read_table
 
@@ -159,6 +162,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if found.objective == "throughput":
         found = replace(found, other_hardware=same_budget(mix))
     print(found.to_text())
+    print(NO_MEMORY)
     for item in arguments.why:
         kernel, _, device = item.rpartition("=")
         print(why(mix, found.single.placement, kernel, device, found.objective))
@@ -214,6 +218,8 @@ def _advise(arguments: argparse.Namespace) -> int:
             )
     print(f"advice: {found.recommendation}")
     print(replace(found, other_hardware=same_budget(mix)).to_text())
+    if arguments.target.endswith(".csv"):
+        print(NO_MEMORY)
     return 0
 
 
