@@ -8,10 +8,12 @@ served as soon as they can be; of the segments, a lane runs
   without it;
 - ``age``: of those that can start, the oldest request's;
 - ``fifo``: the one that could have started first;
-- ``static``: the one that comes next in the steady state, waiting for it if need be. The order of
-  two segments is that of ``base + start``: a request's base lies one period after its predecessor's, the starts respect the
-  program's dependences. So one total order respects all dependences, whatever requests come and go: the least segment that has
-  not run is first in its lane and has all it needs, and the lanes cannot deadlock.
+- ``static``: the one that comes next in the steady state, waiting for it if need be.
+
+The order of two segments is that of ``base + start``: the starts respect the program's dependences, and a request's base is when
+the busiest lane or link would have done all that the requests before it ask of it: one period after its predecessor's, where all
+follow one program. So one total order respects all dependences, whatever requests come and go: under ``static`` the least segment
+that has not run is first in its lane and has all it needs, and the lanes cannot deadlock.
 
 A link carries one value at a time in each direction; of the values that wait for it the oldest request's goes first (``fifo``:
 the one sent first; ``due``, ``static``: the one that comes next in the steady state, for which ``static`` waits too). Times are
@@ -47,7 +49,7 @@ class Route:
         storages: value → storage that holds it, of values that are sent.
         sizes: value → bytes.
         keys, transfers: made from the others: start of the lane's next segment, by lane and position; link → (start, value),
-            ascending.
+            ascending. loads: time asked of each lane and link; made from the times, or else the period.
     """
 
     program: Program
@@ -60,6 +62,7 @@ class Route:
     sizes: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[tuple[float, ...], ...] = ()
     transfers: Mapping[tuple[int, int], tuple[tuple[float, str], ...]] = field(default_factory=dict)
+    loads: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         starts = self.starts if self.starts is not None else _in_turn(self.program)
@@ -73,11 +76,24 @@ class Route:
                 row[at] = after
             keys.append(tuple(row))
         object.__setattr__(self, "keys", tuple(keys))
+        if not self.loads:
+            object.__setattr__(self, "loads", self._loads())
         found: dict[tuple[int, int], list[tuple[float, str]]] = {}
         for index, _, x in self.program if self.starts is not None else ():
             if isinstance(x, (Send, Signal)):
                 found.setdefault((index, x.to), []).append((starts[f"{_name(x)}->{x.to}"], _name(x)))
         object.__setattr__(self, "transfers", {link: tuple(sorted(names)) for link, names in found.items()})
+
+    def _loads(self) -> dict[tuple[int, ...], float]:
+        if self.run_time is None:
+            return {(): self.period}
+        loads: dict[tuple[int, ...], float] = {}
+        for index, _, x in self.program:
+            if isinstance(x, Run):
+                loads[(index,)] = loads.get((index,), 0.0) + self.run_time[x.segment]
+            elif isinstance(x, (Send, Signal)):
+                loads[index, x.to] = loads.get((index, x.to), 0.0) + self.transfer_time(_name(x), index, x.to)
+        return loads
 
 
 def _in_turn(program: Program) -> dict[str, float]:
@@ -219,14 +235,19 @@ class Board:
         self.busy = [0.0] * lanes
         self.moved = self.steps = self.overran = 0
         self.finished: list[Ticket] = []
-        self._base, self._frontier = -math.inf, -math.inf
+        self._frontier = -math.inf
+        self._work: dict[tuple[int, ...], float] = {}
 
     def admit(self, ticket: Ticket, now: float) -> None:
         """Lets ``ticket`` in; nobody must hold its number already."""
         ticket.admitted = now
         ticket.since = [now] * self.lanes
-        ticket.base = max(self._base + ticket.route.period, self._frontier, 0.0)
-        self._base = ticket.base
+        ticket.base = max(0.0, self._frontier, *self._work.values())
+        behind = ticket.base - max(self._work.values(), default=0.0)
+        if behind > 0:  # Lanes were idle.
+            self._work = {resource: work + behind for resource, work in self._work.items()}
+        for resource, load in ticket.route.loads.items():
+            self._work[resource] = self._work.get(resource, ticket.base) + load
         bisect.insort(self.tickets, ticket, key=lambda t: t.number)
 
     def drop(self, ticket: Ticket) -> None:
