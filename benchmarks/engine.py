@@ -253,11 +253,11 @@ def emulated() -> dict[str, Any]:
                 pass
             engine._dispatcher.reset()
             ends = []
-            for _ in engine.map([inputs] * (2 + 3 * inflight)):
+            for _ in engine.map([inputs] * (10 + 4 * inflight)):
                 ends.append(time.monotonic())
             emulation = engine.stats().emulation
             way = ways.throughput
-        ends = ends[inflight // 2 :]
+        ends = ends[inflight:-inflight]  # Neither while the lanes fill nor while they run empty.
         us = (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6 / PACE
         found[f"{inflight} {scheduling}"] = {
             "reached": round(way.plan.bottleneck_us / us, 4), "us": round(us, 2), "predicted_us": way.plan.bottleneck_us,
