@@ -138,7 +138,9 @@ def _mix(arguments: argparse.Namespace, cluster: Any, path: Path) -> Any:
         raise OptionsError(f"{path}: {error.strerror}") from error
     weights = parse_mix(arguments.mix, list(dict.fromkeys(r["workload"] for r in rows)))
     phases = arguments.phases.split(",") if arguments.phases else None
-    return mix_of_table(rows, cluster, weights, overlap=not arguments.serial, phases=phases, name=str(path))
+    # One request can use several of identical devices, so for latency each is a device of its own.
+    alike = getattr(arguments, "policy", "throughput") != "latency"
+    return mix_of_table(rows, cluster, weights, overlap=not arguments.serial, phases=phases, name=str(path), alike=alike)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tessera_compile.catalogue import make_cluster
 from tessera_compile.passes import mixture
 from tessera_compile.passes.errors import InfeasibleError, PlanError, ProfileError
-from tessera_compile.passes.mix import HOME, Group, Mix, Move, mix_of_table, read_table, resources, value, worth
+from tessera_compile.passes.mix import HOME, Group, Mix, Move, apart, mix_of_table, read_table, resources, value, worth
 from tessera_compile.passes.mixture import best_mixture, fastest_request, whole_shares
 from tests.mixes import CENSUS, busy, finish, footprint, mix_of, optimum, placements, random_mix, room
 
@@ -339,20 +339,27 @@ def test_census_phase_split_with_replicas(cell, ratio):
 @pytest.mark.parametrize("groups", [2, 3])
 def test_fastest_request_of_small_mixes_is_the_optimum(groups):
     """General graphs, against a list scheduler written anew."""
+    tried = 0
     for seed in range(150):
-        mix = random_mix(seed, groups)
+        given = random_mix(seed, groups)
+        # one request can use several members of a group
+        mix = apart(given) if any(g.size > 1 for g in given.groups) else given
+        if len(mix.groups) ** len(mix.kernels) > 5000:
+            continue
+        tried += 1
         places = placements(mix)
         if not places:
             with pytest.raises(InfeasibleError):
-                fastest_request(mix)
+                fastest_request(given)
             continue
         best = min(finish(mix, place) for place in places)
-        plan = fastest_request(mix)
+        plan = fastest_request(given)
         assert plan.objective == "latency"
         assert close(plan.bottleneck_us, best)
         assert close(finish(mix, at(mix, plan.plans[0])), best)
         assert plan.bound_us <= best * (1 + 1e-9) + 1e-9
         assert all(us >= best * (1 - 1e-9) - 1e-9 for us in plan.baselines.values())
+    assert tried > 75
 
 
 def chain(seed, count, groups):
@@ -405,6 +412,9 @@ def test_bound_of_one_request_holds_without_enumeration(groups, monkeypatch):
                     moves.append(Move(f"c{k}", draw.choice([0, 100, 400]), last[w], (k,), False, None, float(mix.counts[k])))
                 last[w] = k
             mix = replace(mix, moves=tuple(moves))
+        mix = apart(mix) if any(g.size > 1 for g in mix.groups) else mix
+        if len(mix.groups) ** len(mix.kernels) > 5000:
+            continue
         best = min(finish(mix, place) for place in placements(mix))
         plan = fastest_request(mix)
         assert plan.bound_us <= best * (1 + 1e-9) + 1e-9
@@ -412,6 +422,7 @@ def test_bound_of_one_request_holds_without_enumeration(groups, monkeypatch):
         count += 1
         good += close(plan.bottleneck_us, best)
     assert good >= 0.95 * count
+    assert count > 80
 
 
 def test_census_request_is_proven_within_a_percent():
