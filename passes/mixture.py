@@ -415,7 +415,7 @@ def best_shares(table: np.ndarray) -> tuple[list[tuple[int, float]], np.ndarray]
 
 
 def _master(
-    mix: Mix, pool: Mapping[Placement, Worth], deadline: float
+    mix: Mix, pool: Mapping[Placement, Worth], deadline: float = math.inf
 ) -> tuple[list[tuple[Placement, float]], float, np.ndarray]:  # fmt: skip
     """Shares, value in µs, and the prices of the resources."""
     names = list(pool)
