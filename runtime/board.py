@@ -271,7 +271,7 @@ class Board:
             else:
                 self._ran(running)
                 running = None
-        active = self.tickets if self.pipelined else self.tickets[:1]
+        active = self._active()
         candidates: list[tuple[float, Ticket]] = []
         for ticket in active:
             instruction = ticket.next(lane)
@@ -354,10 +354,14 @@ class Board:
             return transfer.ticket.base + starts[f"{transfer.name}->{target}"]
         return transfer.sent
 
+    def _active(self) -> list[Ticket]:
+        """The requests that are served: all, or the oldest."""
+        return self.tickets if self.pipelined else self.tickets[:1]
+
     def _due(self, source: int, target: int) -> tuple[Ticket, str] | None:
         """The transfer whose turn it is in the steady state."""
         best: tuple[float, int, Ticket, str] | None = None
-        for ticket in self.tickets:
+        for ticket in self._active():
             moved = ticket.moved.get((source, target), ())
             for start, name in ticket.route.transfers.get((source, target), ()):
                 if name not in moved:

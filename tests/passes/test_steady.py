@@ -193,15 +193,15 @@ def test_older_requests_go_first_over_a_link_and_on_a_lane():
 
 
 @settings(max_examples=30, deadline=None)
-@given(mixes(), st.randoms(use_true_random=False))
-def test_the_order_can_change_at_any_time(case, random):
+@given(mixes(), st.randoms(use_true_random=False), st.booleans())
+def test_the_order_can_change_at_any_time(case, random, pipelined):
     graph, program, run_us, transfer_us = case
     made = steady(program, run_us, transfer_us)
     route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us, starts=made.starts, period=made.period_us)
-    board, coming, done, now = Board(len(program.lanes)), list(range(15)), 0, 0.0
+    board, coming, done, now = Board(len(program.lanes), pipelined=pipelined), list(range(15)), 0, 0.0
     while coming or board.tickets:
         while coming and len(board.tickets) < 4:
-            board.admit(Ticket(coming.pop(0), route), now)
+            board.admit(Ticket(coming.pop(min(len(coming) - 1, random.randrange(3))), route), now)
         if random.random() < 0.2:
             board.order = random.choice(["due", "age", "fifo", "static"])
         moving, wake = True, math.inf
