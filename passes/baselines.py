@@ -56,8 +56,10 @@ class Baselines:
         """The groups of the devices of a placement over ``members``."""
         return tuple(self.group_of[d] for d in pipeline)
 
-    def values(self, mix: Mix, mixed: Mixed, time_left: float = 10.0) -> dict[str, float]:
-        """Name → µs of one mix. Kinds that do not fit into memory are left out.
+    def values(
+        self, mix: Mix, mixed: Mixed, time_left: float = 10.0, known: Mapping[Placement, Worth] | None = None
+    ) -> dict[str, float]:
+        """Name → µs of one mix. Kinds that do not fit into memory are left out. known: what some placements cost.
 
         ``mixed(mix, worths)`` gives the µs of the best mixture of some placements of ``mix`` or ``members``, such that memory
         holds the weights of all it uses.
@@ -67,7 +69,7 @@ class Baselines:
         table: dict[Placement, float] = {}
         for placement in itertools.chain.from_iterable(self.kinds.values()):
             if placement and placement not in table:
-                found = worth(mix, placement)
+                found = (known or {}).get(placement) or worth(mix, placement)
                 if fits(mix, found):
                     worths[placement] = found
                     table[placement] = float(resources(mix, found).max(initial=0.0))

@@ -106,7 +106,7 @@ def best_mixture(mix: Mix, *, time_limit: float = 60.0, gap: float = 5e-3) -> Mi
         # Of members: their taking turns is in the pool and no slower, so that what is below `value` is tolerance too.
         return us if of is mix else max(us, value)
 
-    baselines = simple.values(mix, mixed, time_left=max(0.1, deadline - time.perf_counter()))
+    baselines = simple.values(mix, mixed, max(0.1, deadline - time.perf_counter()), pool)
     bound = min(max(lower, 0.0), value)
     if value - bound <= max(gap, 1e-9) * value:
         status = "optimal within the gap"
@@ -633,7 +633,7 @@ def _improve(mix: Mix, start: Placement, deadline: float, bound: float, gap: flo
     for _ in range(12):
         improved = False
         for kernels in stretches:
-            if best[0] <= bound * (1 + gap / 4) or time.perf_counter() > deadline:
+            if best[0] <= bound * (1 + gap / 2) or time.perf_counter() > deadline:
                 return tuple(loads.place)
             before = [loads.place[k] for k in kernels]
             for g in range(len(mix.groups)):
