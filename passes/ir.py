@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..ptx_tools.footprints import Box
 from .errors import PlanError, ProfileError, ProgramError
 
 Origin = Literal["weight", "input", "state", "constant", "activation"]
@@ -94,7 +95,8 @@ class KernelGraph:
     ``inputs`` are the placeholders in order. ``outputs`` are the FX nodes returned (None for a returned constant);
     ``output_values`` the values they are computed from, which must reach the home lane. ``mutated`` maps each input that is
     overwritten to the value that it must hold at exit. ``output_storages`` names, for each output, the storage it shares:
-    two outputs, or an output and an input, with one name alias each other.
+    two outputs, or an output and an input, with one name alias each other. ``kept``: the overwritten inputs whose storage belongs
+    to the lane of the kernel that writes them: they are neither copied there nor brought home (``keeping.py``).
     """
 
     kernels: tuple[Kernel, ...]
@@ -107,6 +109,7 @@ class KernelGraph:
     nodes: int
     free_nodes: int
     module: Any = field(default=None, compare=False, repr=False)
+    kept: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Kernel:
         return self._by_name[name]
@@ -142,6 +145,14 @@ class KernelGraph:
         """Whether ``value`` is kept by lanes between calls (weights, constants, mutable state)."""
         return self.values[value].origin in RESIDENT
 
+    def keeper(self, value: str) -> str | None:
+        """Name of the kernel whose lane keeps the storage of ``value``; None where no lane keeps it from call to call."""
+        cached: dict[str, str] | None = self.__dict__.get("_keepers")
+        if cached is None:
+            cached = {v: k.name for k in self.kernels for v in k.writes if v in self.kept}
+            self.__dict__["_keepers"] = cached
+        return cached.get(self.values[value].storage)
+
     def to_text(self) -> str:
         covered = sum(len(k.nodes) for k in self.kernels)
         lines = [f"graph {len(self.kernels)} kernels, {covered} nodes in kernels, {self.free_nodes} free, {self.nodes} in all"]
@@ -149,7 +160,7 @@ class KernelGraph:
             value = self.values[name]
             lines.append(f"in {value.to_text()} {value.origin}")
         lines += [k.to_text() for k in self.kernels]
-        lines += [f"mutate {name} = {final}" for name, final in self.mutated.items()]
+        lines += [f"mutate {n} = {final}{' kept' if n in self.kept else ''}" for n, final in self.mutated.items()]
         lines.append("out " + " ".join("-" if o is None else o for o in self.outputs))
         return "\n".join(lines)
 
@@ -159,6 +170,7 @@ class KernelGraph:
             "values": {name: asdict(v) for name, v in self.values.items()},
             **{n: getattr(self, n) for n in ("inputs", "outputs", "output_values", "output_storages", "nodes", "free_nodes")},
             "mutated": dict(self.mutated),
+            "kept": self.kept,
         }
         return json.dumps(data)
 
@@ -169,6 +181,7 @@ class KernelGraph:
         kernels = tuple(Kernel(**_tuples(k)) for k in data["kernels"])
         values = {name: Value(**_tuples(v)) for name, v in data["values"].items()}
         tuples = {n: tuple(data[n]) for n in ("inputs", "outputs", "output_values", "output_storages")}
+        tuples["kept"] = tuple(data.get("kept", ()))
         return cls(kernels, values, mutated=data["mutated"], nodes=data["nodes"], free_nodes=data["free_nodes"], **tuples)
 
 
@@ -178,15 +191,21 @@ def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Dependence:
-    """One reason why a kernel must come after another. ``bytes`` is what crosses if they are on different devices."""
+    """One reason why a kernel must come after another. ``bytes`` is what crosses if they are on different devices.
+
+    ``boxes`` are those bytes of ``value`` where it is known that they are few boxes, apart from each other; () is all of it.
+    ``evidence``: ``schema``; ``extent``, the views through which the graph reads the value; ``footprint``, what was recorded
+    or interpreted of the kernel's code; ``probe``, what was seen to change.
+    """
 
     kind: DependenceKind
     value: str
     bytes: int
     evidence: str
+    boxes: tuple[Box, ...] = ()
 
     def to_text(self) -> str:
-        return f"{self.kind} {self.value} {self.bytes} B ({self.evidence})"
+        return f"{self.kind} {part_text(self.value, self.boxes)} {self.bytes} B ({self.evidence})"
 
 
 @dataclass(frozen=True)
@@ -403,24 +422,33 @@ class Run:
 
 @dataclass(frozen=True)
 class Send:
-    """Offers ``value`` to lane ``to``."""
+    """Offers ``value``, or some boxes of its bytes, to lane ``to``."""
 
     value: str
     to: int
+    boxes: tuple[Box, ...] = ()
+
+    def bytes(self, graph: KernelGraph) -> int:
+        """What crosses."""
+        return sum(b.nbytes for b in self.boxes) or graph.values[self.value].bytes
 
     def to_text(self) -> str:
-        return f"send {self.value} -> {self.to}"
+        return f"send {part_text(self.value, self.boxes)} -> {self.to}"
 
 
 @dataclass(frozen=True)
 class Recv:
-    """Copies ``value`` from lane ``source`` into storage that this lane owns (or into the storage of the state it updates)."""
+    """Copies ``value`` from lane ``source`` into storage that this lane owns (or into the storage of the state it updates).
+
+    With ``boxes`` it has room for all of the value, and only those bytes hold anything.
+    """
 
     value: str
     source: int
+    boxes: tuple[Box, ...] = ()
 
     def to_text(self) -> str:
-        return f"recv {self.value} <- {self.source}"
+        return f"recv {part_text(self.value, self.boxes)} <- {self.source}"
 
 
 @dataclass(frozen=True)
@@ -477,6 +505,7 @@ class Out:
 
 Instruction = Run | Send | Recv | Signal | Wait | Hold | Free | Out
 
+_BOX = r"[0-9]+(\+[0-9]+x[0-9]+)*\+[0-9]+"
 _LANE = re.compile(r"lane ([0-9]+) (\S+)")
 _PAIR: dict[str, tuple[str, type[Send] | type[Recv] | type[Signal] | type[Wait]]] = {
     "send": ("->", Send),
@@ -553,6 +582,11 @@ class Program:
         return cls.from_text(json.loads(text)["program"])
 
 
+def sent_bytes(graph: KernelGraph, program: Program) -> dict[tuple[str, int], int]:
+    """(value, receiving lane) → bytes that cross."""
+    return {(i.value, i.to): i.bytes(graph) for _, _, i in program if isinstance(i, Send)}
+
+
 @dataclass(frozen=True)
 class SegmentValues:
     """What a segment takes from its lane and what it leaves there. Values used inside alone appear in neither."""
@@ -597,10 +631,40 @@ def _instruction(line: str, number: int) -> Instruction:
     if word in _PAIR:
         arrow, make = _PAIR[word]
         if len(fields) == 3 and fields[1] == arrow and re.fullmatch("[0-9]+", fields[2]):
-            return make(fields[0], int(fields[2]))
+            if make in (Send, Recv) and re.fullmatch(rf"[^\[\]]+(\[{_BOX}(,{_BOX})*\])?", fields[0]):
+                value, boxes = _part(fields[0])
+                return make(value, int(fields[2]), boxes)  # type: ignore[call-arg]
+            if make not in (Send, Recv):
+                return make(fields[0], int(fields[2]))
     if word in _LISTS and (fields or word == "out"):
         return _LISTS[word](tuple(fields))
     raise ProgramError(f"line {number}: not an instruction: {line!r}")
+
+
+def part_text(value: str, boxes: Sequence[Box]) -> str:
+    """``qkv[64+16x4096+128,…]``: of the value's bytes 16 runs of 128, 4096 apart, from 64 on. The name alone is all of it."""
+    if not boxes:
+        return value
+    return f"{value}[{','.join(_box_text(b) for b in boxes)}]"
+
+
+def _box_text(box: Box) -> str:
+    steps = [f"{n}x{s}" for n, s in zip(box.shape[:-1], box.strides[:-1], strict=True)]
+    return "+".join([str(box.start), *steps, str(box.shape[-1])])
+
+
+def _part(text: str) -> tuple[str, tuple[Box, ...]]:
+    """What :func:`part_text` wrote."""
+    value, bracket, rest = text.partition("[")
+    if not bracket:
+        return value, ()
+    boxes = []
+    for part in rest.removesuffix("]").split(","):
+        start, *steps, run = part.split("+")
+        pairs = [step.split("x") for step in steps]
+        shape, strides = [int(n) for n, _ in pairs], [int(s) for _, s in pairs]
+        boxes.append(Box(int(start), (*shape, int(run)), (*strides, 1)))
+    return value, tuple(boxes)
 
 
 def format_bytes(count: float) -> str:

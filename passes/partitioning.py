@@ -395,7 +395,8 @@ def _path_bound(problem: Problem, allowed: np.ndarray, fastest: np.ndarray) -> f
     for f, flow in enumerate(problem.flows):
         if flow.source != HOME and flow.unless is None:
             for reader in flow.readers:
-                feeds[reader].append((flow.source, f))
+                if flow.source < reader:
+                    feeds[reader].append((flow.source, f))
     length = np.zeros(count)
     came: list[tuple[int, int] | None] = [None] * count
     for k in range(count):
@@ -580,6 +581,8 @@ class _Model:
                     self._row([(start[k], 1.0), (free[g][k - 1], -1.0), (self._x(k, g), -big)], lower=-big)
         for flow in self.problem.flows:
             for reader in flow.readers:
+                if flow.source > reader:
+                    continue  # State that was left there by the call before: its way is not in this program.
                 self._arrive(flow.source, reader, start, took, flow.bytes, flow.unless)
             if flow.to_home and flow.source != HOME:
                 back = [(self._x(flow.source, u), -self.problem.us(u, 0, flow.bytes) / self.unit) for u in range(1, self.devices)]

@@ -28,14 +28,17 @@ import numpy as np
 from .cluster import Cluster
 from .errors import PlanError
 from .ir import KernelGraph, Load, Profile
+from .parts import parts
 
 HOME = -1
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A value and who needs it: made by kernel ``source`` (:data:`HOME` for inputs), read by ``readers``, perhaps by home.
+    """A value, or a part of it, and who needs it: made by kernel ``source`` (:data:`HOME` for inputs), read by ``readers``,
+    perhaps by home.
 
+    Readers before ``source`` read the content that it left in the call before: state that its lane keeps.
     ``unless`` is the kernel on whose device the value is current anyway (a replica of state that this kernel overwrites).
     """
 
@@ -111,7 +114,12 @@ def make_problem(ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, infligh
     for value in graph.values.values():
         readers = tuple(index[r] for r in graph.readers(value.name))
         made_by = graph.producer(value.name)
-        if value.storage != value.name:
+        if graph.keeper(value.name) is not None:
+            at = writer[value.storage]
+            readers = tuple(r for r in readers if r != at)
+            if value.storage == value.name and readers:
+                flows.append(Flow(value.name, value.bytes, at, readers, False))
+        elif value.storage != value.name:
             if final[value.storage] == value.name:
                 flows.append(Flow(value.name, value.bytes, index[made_by or ""], (), True))
         elif value.origin == "state":
@@ -120,13 +128,15 @@ def make_problem(ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, infligh
                 flows.append(Flow(value.name, value.bytes, HOME, readers, False, unless=writer[value.name]))
         elif made_by is not None:
             to_home = value.name in graph.output_values
-            if readers or to_home:
-                flows.append(Flow(value.name, value.bytes, index[made_by], readers, to_home))
+            for part in parts(ddg, value.name) if readers or to_home else ():
+                flows.append(Flow(value.name, part.bytes, index[made_by], tuple(index[r] for r in part.readers), to_home))
         elif value.origin == "input" and value.device != "host" and readers:
             flows.append(Flow(value.name, value.bytes, HOME, readers, False))
     order_edges = tuple((index[a], index[b]) for a, b, kind in ddg.edges(data="kind") if kind != "raw")
     residents = tuple(
-        (v.name, v.bytes, tuple(index[r] for r in graph.readers(v.name)), v.origin == "state")
+        (v.name, v.bytes, (writer[v.name],), False)
+        if graph.keeper(v.name) is not None
+        else (v.name, v.bytes, tuple(index[r] for r in graph.readers(v.name)), v.origin == "state")
         for v in graph.values.values()
         if graph.resident(v.name) and v.storage == v.name and v.device != "host"
     )
@@ -189,7 +199,8 @@ def evaluate(problem: Problem, placement: Sequence[int]) -> Evaluation:
         for reader in flow.readers:
             target = placement[reader]
             current = flow.unless is not None and placement[flow.unless] == target
-            arrivals[reader].append((flow.source, 0.0 if current else problem.us(source, target, flow.bytes)))
+            made = flow.source if flow.source < reader else HOME  # Else left there by the call before.
+            arrivals[reader].append((made, 0.0 if current else problem.us(source, target, flow.bytes)))
         if flow.to_home:
             ends.append((flow.source, problem.us(source, 0, flow.bytes)))
     for flow, source, target in moves(problem, placement):

@@ -7,22 +7,24 @@ A footprint says which bytes of a value one launch of a kernel reads and writes.
 - a kernel that writes what its schema does not declare gets the edges of a writer, and one warning names its operator and the
   value.
 
-Where it is not known, the schema holds: what a kernel takes is read whole, what it makes is written whole. So is a footprint that
-need not hold for every later run: one with guards, one with accesses outside of its buffers, one of a kernel whose addresses the
-schema says depend on data, or whose shapes are symbolic. Such a footprint still tells of undeclared writes.
+Where it is not known, what a kernel takes is read as far as the graph's views show it (``extents.py``) or whole, and what it
+makes is written whole. So is a footprint that need not hold for every later run: one with guards, one with accesses outside of
+its buffers, one of a kernel whose addresses the schema says depend on data, or whose shapes are symbolic. Such a footprint still
+tells of undeclared writes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 
-from ..ptx_tools.footprints import Footprint, Intervals
+from ..ptx_tools.footprints import Box, Footprint, Intervals
 from .dependence import STRENGTH, add_edge
 from .errors import ProfileError, TesseraWarning
+from .extents import MOST_BOXES
 from .ir import Dependence, DependenceKind, Kernel, KernelGraph
 
 NOTHING = Intervals.of([])
@@ -57,12 +59,15 @@ class _Access:
     evidence: str
 
 
-def refine(ddg: nx.DiGraph, footprints: Mapping[str, Footprint]) -> nx.DiGraph:
+def refine(
+    ddg: nx.DiGraph, footprints: Mapping[str, Footprint], extents: Mapping[tuple[str, str], Sequence[Box]] | None = None
+) -> nx.DiGraph:
     """A refined copy of ``ddg``; ``graph["refinement"]`` of it is the :class:`Refinement`.
 
     Args:
         footprints: kernel → what a launch of it touches. Its buffers are named after values of the graph (``Footprint.renamed``),
             and byte 0 of a buffer is the first byte of the value. A value that it does not name is as the schema says.
+        extents: (kernel, value) → boxes beyond which the kernel reads nothing of the value, from :func:`extents.extents`.
 
     Raises ProfileError where a footprint is of no kernel of the graph, or names no value of it.
     """
@@ -75,10 +80,13 @@ def refine(ddg: nx.DiGraph, footprints: Mapping[str, Footprint]) -> nx.DiGraph:
         for buffer in footprint.buffers:
             storage = graph.values[buffer.name].storage
             sizes[storage] = max([sizes[storage], *buffer.reads.ends[-1:].tolist(), *buffer.writes.ends[-1:].tolist()])
+    for (_, name), boxes in (extents or {}).items():
+        storage = graph.values[name].storage
+        sizes[storage] = max([sizes[storage], *(int(b.intervals().ends[-1]) for b in boxes if b.nbytes)])
     storages: dict[str, list[_Access]] = {}
     seen: set[str] = set()
     for kernel in graph.kernels:
-        for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), sizes):
+        for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), extents or {}, sizes):
             storages.setdefault(storage, []).append(access)
             if known:
                 seen.add(storage)
@@ -89,7 +97,7 @@ def refine(ddg: nx.DiGraph, footprints: Mapping[str, Footprint]) -> nx.DiGraph:
             if dependence.kind == "effect" or through is None or through.storage not in seen:
                 found.setdefault((before, after), []).append(dependence)
     for storage in seen:
-        for before, after, dependence in _dependences(storage, storages[storage]):
+        for before, after, dependence in _dependences(storage, storages[storage], sizes[storage]):
             found.setdefault((before, after), []).append(dependence)
     refined = nx.DiGraph(**ddg.graph)
     refined.add_nodes_from(ddg.nodes(data=True))
@@ -114,8 +122,12 @@ def _check(graph: KernelGraph, footprints: Mapping[str, Footprint]) -> None:
 
 
 def _accesses(
-    graph: KernelGraph, kernel: Kernel, footprint: Footprint | None, sizes: Mapping[str, int]
-) -> list[tuple[str, _Access, bool]]:  # fmt: skip
+    graph: KernelGraph,
+    kernel: Kernel,
+    footprint: Footprint | None,
+    extents: Mapping[tuple[str, str], Sequence[Box]],
+    sizes: Mapping[str, int],
+) -> list[tuple[str, _Access, bool]]:
     """By storage, what the kernel does there, and whether a footprint says so."""
     takes = {graph.values[v].storage: v for v in kernel.inputs}
     makes = {graph.values[v].storage: v for v in kernel.outputs}
@@ -130,6 +142,9 @@ def _accesses(
         whole = Intervals.of([(0, sizes[storage])])
         reads, writes = whole if storage in takes else NOTHING, whole if storage in makes else NOTHING
         surely, evidence, known = writes, "schema", False
+        shown = extents.get((kernel.name, takes.get(storage, "")))
+        if shown is not None and storage not in makes:
+            reads, evidence, known = Intervals.of(i for box in shown for i in box.intervals()), "extent", True
         if storage in told:
             if holds:
                 (reads, writes), evidence, known = told[storage], "footprint", True
@@ -165,8 +180,25 @@ def _warn(kernel: Kernel, value: str) -> None:
     )
 
 
-def _dependences(storage: str, accesses: list[_Access]) -> list[tuple[str, str, Dependence]]:
-    """All dependences through one storage, kernels in order."""
+def _boxes(part: Intervals, size: int) -> tuple[Box, ...]:
+    """The boxes that ``part`` is made of; none where it is all of ``size`` bytes, or more than a few."""
+    if part.nbytes >= size or not part:
+        return ()
+    box = part.box()
+    if box is not None:
+        return (box,)
+    if len(part) <= MOST_BOXES:
+        return tuple(Box(a, (b - a,), (1,)) for a, b in part)
+    # Two slices of packed rows make two runs a row: those at one place of each row are a box.
+    for runs in range(2, MOST_BOXES + 1):
+        boxes = [Intervals(part.starts[i::runs], part.ends[i::runs]).box() for i in range(runs)]
+        if len(part) % runs == 0 and None not in boxes:
+            return tuple(b for b in boxes if b is not None)
+    return ()
+
+
+def _dependences(storage: str, accesses: list[_Access], size: int) -> list[tuple[str, str, Dependence]]:
+    """All dependences through one storage of ``size`` bytes, kernels in order."""
     found = []
     for at, after in enumerate(accesses):
         reads, writes = after.reads, after.writes
@@ -179,8 +211,12 @@ def _dependences(storage: str, accesses: list[_Access]) -> list[tuple[str, str, 
                 kinds.append(("waw", storage, 0))
             if before.reads & writes:
                 kinds.append(("war", storage, 0))
-            evidence = "footprint" if "footprint" in (before.evidence, after.evidence) else "schema"
-            found += [(before.kernel, after.kernel, Dependence(kind, value, n, evidence)) for kind, value, n in kinds]
+            evidence = next((e for e in ("footprint", "extent") if e in (before.evidence, after.evidence)), "schema")
+            boxes = _boxes(raw, size)
+            found += [
+                (before.kernel, after.kernel, Dependence(kind, value, n, evidence, boxes if kind == "raw" else ()))
+                for kind, value, n in kinds
+            ]
             # What came before a certain overwriting is ordered through it.
             reads, writes = reads - before.surely, writes - before.surely
             if not reads and not writes:

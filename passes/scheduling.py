@@ -8,18 +8,22 @@ So every kernel of a segment comes, in the lowered order, before every kernel of
 
 Each send stands before the next run of the lane that made its value, and its receive at the same point of a global order of
 runs and transfers, as late in it as that (or the need of the receiver) allows. A lane's list is the global order restricted to
-that lane; since executing it in that order is possible, no in-order execution can deadlock. Storage is freed after the last
+that lane; since executing it in that order is possible, no in-order execution can deadlock. Of a value whose readers there need
+some boxes alone (``parts.py``) just those are sent. Storage is freed after the last
 instruction of the lane that uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import networkx as nx
 
+from ..ptx_tools.footprints import Box
 from .errors import PlanError
 from .ir import Free, Hold, Instruction, KernelGraph, Lane, Out, Plan, Program, Recv, Run, Send, Signal, Wait, segment_values
+
+from .parts import parts
 
 
 def schedule(ddg: nx.DiGraph, plan: Plan, *, one_kernel_a_segment: bool = False) -> Program:
@@ -39,9 +43,18 @@ def schedule(ddg: nx.DiGraph, plan: Plan, *, one_kernel_a_segment: bool = False)
     home = plan.devices.index(plan.home)
     segments = _segments(ddg, graph, lane_of, home, one_kernel_a_segment, eager=plan.objective == "latency")
     events = _events(ddg, graph, lane_of, segments, home, len(plan.devices))
+    kept = {v: lane_of[graph.keeper(v) or ""] for v in graph.kept}
     return Program(
-        tuple(Lane(index, device, _lane(graph, events[index], index == home)) for index, device in enumerate(plan.devices))
+        tuple(
+            Lane(index, device, _lane(graph, events[index], index == home, {v for v, at in kept.items() if at == index}))
+            for index, device in enumerate(plan.devices)
+        )
     )
+
+
+def _wanted_at_home(graph: KernelGraph) -> dict[str, None]:
+    """What the outputs are computed from, and the new content of overwritten inputs, but for those that another lane keeps."""
+    return dict.fromkeys([*graph.output_values, *(v for name, v in graph.mutated.items() if name not in graph.kept)])
 
 
 def _segments(
@@ -49,6 +62,7 @@ def _segments(
 ) -> list[tuple[str, ...]]:
     """Runs of kernels on one lane, in the order in which they end. eager: none waits for what only a later kernel needs."""
     position = {k.name: i for i, k in enumerate(graph.kernels)}
+    wanted = _wanted_at_home(graph)
     open_at: dict[int, list[str]] = {}
     done: list[tuple[str, ...]] = []
 
@@ -67,7 +81,7 @@ def _segments(
             close(lane)
         open_at.setdefault(lane, []).append(kernel.name)
         leaves = any(lane_of[s] != lane for s in ddg.successors(kernel.name))
-        home_needs = lane != home and any(v in graph.output_values or v in graph.mutated.values() for v in kernel.outputs)
+        home_needs = lane != home and any(v in wanted for v in kernel.outputs)
         if leaves or home_needs or one_kernel_a_segment:
             close(lane)
     for lane in sorted(open_at, key=lambda x: position[open_at[x][-1]]):
@@ -83,6 +97,7 @@ def _events(
     segment_of = {k: i for i, kernels in enumerate(segments) for k in kernels}
     lanes = [lane_of[kernels[0]] for kernels in segments]
     held: dict[int, dict[str, None]] = {lane: {} for lane in range(count)}
+    wanted = _wanted_at_home(graph)
     # before[i] = the transfers between segments i − 1 and i, older values first: (lane, instruction) of the giver and the taker.
     before: dict[int, list[tuple[int, Instruction, int, Instruction]]] = {i: [] for i in range(end + 1)}
 
@@ -93,33 +108,37 @@ def _events(
         """As late as possible, but before the source lane goes on to its next segment."""
         return min(needed, next((i for i in range(made_in + 1, end) if lanes[i] == source), end))
 
-    def transfer(value: str, made_in: int, source: int, target: int, needed: int) -> int:
+    def transfer(value: str, made_in: int, source: int, target: int, needed: int, boxes: tuple[Box, ...] = ()) -> int:
         at = deadline(made_in, source, needed)
-        before[at].append((source, Send(value, target), target, Recv(value, source)))
+        before[at].append((source, Send(value, target, boxes), target, Recv(value, source, boxes)))
         return at
 
     for value in graph.values.values():
         if graph.producer(value.name) is not None or value.device == "host":
             continue
         readers = graph.readers(value.name)
+        keeper = graph.keeper(value.name)
+        owner = home if keeper is None else lane_of[keeper]
         for target in dict.fromkeys(lane_of[r] for r in readers):
-            if target == home:
+            if target == owner:
                 continue
-            if graph.resident(value.name):
+            if graph.resident(value.name) and keeper is None:
                 held[target][value.name] = None
             else:
-                transfer(value.name, -1, home, target, needed_first(readers, target))
+                transfer(value.name, -1, owner, target, needed_first(readers, target))
     for number, kernels in enumerate(segments):
         lane = lanes[number]
         arrives: dict[int, int] = {}  # Earliest transfer from this segment to each lane.
         for name in (v for kernel in kernels for v in graph[kernel].outputs):
             readers = graph.readers(name)
             targets = dict.fromkeys(lane_of[r] for r in readers)
-            if name in graph.output_values or name in graph.mutated.values():
+            if name in wanted:
                 targets[home] = None
+            there = parts(ddg, name) if any(target != lane for target in targets) else ()
             for target in targets:
                 if target != lane:
-                    at = transfer(name, number, lane, target, needed_first(readers, target))
+                    boxes = tuple(b for p in there if any(lane_of[r] == target for r in p.readers) for b in p.boxes)
+                    at = transfer(name, number, lane, target, needed_first(readers, target), boxes)
                     arrives[target] = min(at, arrives.get(target, end))
         for kernel in kernels:
             for after in ddg.successors(kernel):
@@ -136,11 +155,11 @@ def _events(
             events[target].append(take)
         if number < end:
             events[lanes[number]].append(Run(f"S{number}", segments[number]))
-    events[home].append(Out(tuple(dict.fromkeys([*graph.output_values, *graph.mutated.values()]))))
+    events[home].append(Out(tuple(wanted)))
     return events
 
 
-def _lane(graph: KernelGraph, events: list[Instruction], is_home: bool) -> tuple[Instruction, ...]:
+def _lane(graph: KernelGraph, events: list[Instruction], is_home: bool, kept: Set[str]) -> tuple[Instruction, ...]:
     """Adds the frees: each storage that the lane owns, after the last instruction that uses it."""
     last: dict[str, int] = {}
     for at, event in enumerate(events):
@@ -154,15 +173,19 @@ def _lane(graph: KernelGraph, events: list[Instruction], is_home: bool) -> tuple
     result: list[Instruction] = []
     for at, event in enumerate(events):
         result.append(event)
-        ending = tuple(v for v in last if last[v] == at and _owned(graph, v, is_home)) if not isinstance(event, Out) else ()
+        ending = tuple(v for v in last if last[v] == at and _owned(graph, v, is_home, kept)) if not isinstance(event, Out) else ()
         if ending:
             result.append(Free(ending))
     return tuple(result)
 
 
-def _owned(graph: KernelGraph, value: str, is_home: bool) -> bool:
-    """Whether the lane allocated the storage of ``value`` for this request alone."""
-    if graph.values[value].storage != value or graph.resident(value):
+def _owned(graph: KernelGraph, value: str, is_home: bool, kept: Set[str]) -> bool:
+    """Whether the lane allocated the storage of ``value`` for this request alone; ``kept``: the state that it keeps."""
+    if graph.values[value].storage != value:
+        return False
+    if graph.keeper(value) is not None:
+        return value not in kept  # Another lane's state, of which it was sent a copy.
+    if graph.resident(value):
         return False
     if graph.producer(value) is None:
         return not is_home and graph.values[value].device != "host"  # Sizes that the caller passed are on every lane.

@@ -8,8 +8,9 @@ their receives: order passes from sender to receiver alone. Proven:
 
 - each kernel runs once, on the device that the plan gives it;
 - each dependence of the DDG is ordered;
-- each use finds its value resident and current; nothing is freed in use, views included (frees are by storage);
-- outputs and overwritten inputs hold the right values on the home lane at exit;
+- each use finds its value resident and current, and of a value that came in part the bytes that the kernel reads;
+- nothing is freed in use, views included (frees are by storage);
+- outputs and overwritten inputs hold the right values on the home lane at exit, state that another lane keeps on that lane;
 - whatever a lane allocated is freed or handed out;
 - no deadlock, no send without a receive, no instruction for a value that does not exist.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import networkx as nx
 
+from ..ptx_tools.footprints import Intervals
 from .errors import ProgramError
 from .ir import Free, Hold, Instruction, KernelGraph, Lane, Out, Plan, Program, Recv, Run, Send, Signal, Wait, segment_values
 
@@ -30,7 +32,7 @@ def verify(program: Program, ddg: nx.DiGraph, plan: Plan) -> None:
     """
     graph: KernelGraph = ddg.graph["kernels"]
     _check_shape(program, graph, plan)
-    machine = _Machine(program, graph, plan)
+    machine = _Machine(program, ddg, plan)
     machine.run()
     for before, after, deps in ddg.edges(data="deps"):
         if not machine.ordered(before, after):
@@ -78,14 +80,19 @@ def _check_shape(program: Program, graph: KernelGraph, plan: Plan) -> None:
 class _Machine:
     """Symbolic execution; :meth:`run` raises at the first thing that is wrong."""
 
-    def __init__(self, program: Program, graph: KernelGraph, plan: Plan) -> None:
+    def __init__(self, program: Program, ddg: nx.DiGraph, plan: Plan) -> None:
         self.program = program
+        self.ddg = ddg
+        graph: KernelGraph = ddg.graph["kernels"]
         self.graph = graph
         self.home = plan.devices.index(plan.home)
+        self.kept = {v: plan.devices.index(plan.placement[graph.keeper(v) or ""]) for v in graph.kept}
         count = len(program.lanes)
         # memory[lane][storage] = the value that it holds. Host integers are known to every lane.
         self.memory: list[dict[str, str]] = [{} for _ in range(count)]
         self.owned: list[set[str]] = [set() for _ in range(count)]
+        # Of values that came in part, the bytes that came.
+        self.came: list[dict[str, Intervals]] = [{} for _ in range(count)]
         self.position = [0] * count
         self.clock = [[0] * count for _ in range(count)]
         self.started: dict[str, tuple[int, list[int]]] = {}
@@ -94,8 +101,10 @@ class _Machine:
         self.io = [segment_values(graph, lane.instructions) for lane in program.lanes]
         for value in graph.values.values():
             if graph.producer(value.name) is None:
+                keeper = graph.keeper(value.name)
+                owner = self.home if keeper is None else plan.devices.index(plan.placement[keeper])
                 for lane in range(count):
-                    if lane == self.home or value.device == "host":
+                    if lane == owner or value.device == "host":
                         self.memory[lane][value.storage] = value.name
 
     def ordered(self, before: str, after: str) -> bool:
@@ -136,7 +145,8 @@ class _Machine:
             self._run(lane.index, instruction)
         elif isinstance(instruction, Hold):
             for value in instruction.values:
-                if not self.graph.resident(value) or lane.index == self.home or self.graph.producer(value) is not None:
+                other = lane.index == self.home or value in self.kept or self.graph.producer(value) is not None
+                if other or not self.graph.resident(value):
                     raise self._error(lane.index, instruction, f"{value} is not something that this lane can keep a replica of")
                 if value in self.memory[lane.index]:
                     raise self._error(lane.index, instruction, f"{value} is already here")
@@ -148,6 +158,7 @@ class _Machine:
                 if lane.index == self.home and value in (self.out or ()):
                     raise self._error(lane.index, instruction, f"{value} was handed out")
                 self.owned[lane.index].remove(value)
+                self.came[lane.index].pop(value, None)
                 del self.memory[lane.index][value]
         elif isinstance(instruction, Out):
             if lane.index != self.home or self.out is not None:
@@ -163,7 +174,7 @@ class _Machine:
         for kernel in instruction.kernels:
             for value in self.graph[kernel].inputs:
                 if value not in made:
-                    self._current(lane, value, instruction)
+                    self._current(lane, value, instruction, kernel)
             for value in self.graph[kernel].writes:
                 self._current(lane, value, instruction)
             for value in self.graph[kernel].outputs:
@@ -190,9 +201,9 @@ class _Machine:
         answer = other.instructions[self.position[other_index]]
         wanted: Instruction
         if isinstance(instruction, Send):
-            wanted = Recv(instruction.value, lane.index)
+            wanted = Recv(instruction.value, lane.index, instruction.boxes)
         elif isinstance(instruction, Recv):
-            wanted = Send(instruction.value, lane.index)
+            wanted = Send(instruction.value, lane.index, instruction.boxes)
         elif isinstance(instruction, Signal):
             wanted = Wait(instruction.kernel, lane.index)
         else:
@@ -220,17 +231,34 @@ class _Machine:
             if value in self.memory[target]:
                 raise self._error(target, instruction, f"{value} is already on lane {target}")
             self.owned[target].add(value)
+            if instruction.boxes:
+                self.came[target][value] = Intervals.of(i for b in instruction.boxes for i in b.intervals())
+        elif instruction.boxes:
+            raise self._error(target, instruction, f"{value} updates {storage}, of which a part is no whole version")
         elif storage not in self.memory[target]:
             raise self._error(target, instruction, f"lane {target} does not hold {storage}, which {value} updates")
         self.memory[target][storage] = value
 
-    def _current(self, lane: int, value: str, instruction: Instruction) -> None:
+    def _current(self, lane: int, value: str, instruction: Instruction, kernel: str | None = None) -> None:
         storage = self.graph.values[value].storage
         held = self.memory[lane].get(storage)
         if held is None:
             raise self._error(lane, instruction, f"{value} is not on lane {lane}")
         if held != value:
             raise self._error(lane, instruction, f"{value} was overwritten by {held} on lane {lane}")
+        if value in self.came[lane]:
+            needs = self._reads(kernel, value) if kernel is not None else None
+            if needs is None:
+                raise self._error(lane, instruction, f"all of {value} is needed, and lane {lane} has a part of it")
+            if not needs.issubset(self.came[lane][value]):
+                raise self._error(lane, instruction, f"{kernel} reads more of {value} than came to lane {lane}")
+
+    def _reads(self, kernel: str, value: str) -> Intervals | None:
+        """The bytes of ``value`` that ``kernel`` reads; None for all of them."""
+        made_by = self.graph.producer(value)
+        deps = self.ddg.edges[made_by, kernel]["deps"] if self.ddg.has_edge(made_by, kernel) else ()
+        boxes = next((d.boxes for d in deps if d.kind == "raw" and d.value == value), ())
+        return Intervals.of(i for b in boxes for i in b.intervals()) if boxes else None
 
     def _exit(self) -> None:
         if self.out is None:
@@ -239,9 +267,10 @@ class _Machine:
             if value not in self.out:
                 raise ProgramError(f"output {value} is not handed out")
         for name, final in self.graph.mutated.items():
-            if self.memory[self.home].get(name) != final:
-                raise ProgramError(f"at exit the caller's {name} holds {self.memory[self.home].get(name)}, not {final}")
-            if final not in self.out:
+            lane = self.kept.get(name, self.home)
+            if self.memory[lane].get(name) != final:
+                raise ProgramError(f"at exit the caller's {name} holds {self.memory[lane].get(name)} on lane {lane}, not {final}")
+            if final not in self.out and name not in self.kept:
                 raise ProgramError(f"the overwritten input {final} is not handed out")
         for lane, owned in enumerate(self.owned):
             left = owned - set(self.out if lane == self.home else ())

@@ -19,7 +19,8 @@ A link carries one value at a time in each direction; of the values that wait fo
 the one sent first; ``due``, ``static``: the one that comes next in the steady state, for which ``static`` waits too). Times are
 numbers of the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are a discrete-
 event simulation's, as ``simulator.py`` has them; the engine's lanes ask in real time. A lane never has a segment waiting behind
-another: it chooses when it is free, so nothing has to be taken back for an older request.
+another: it chooses when it is free, so nothing has to be taken back for an older request. Lanes that are fed ahead of time, as
+those of GPUs, say by a :class:`Gate` what may be chosen now; then an instruction is executed when it has been issued.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..passes.ir import Instruction, KernelGraph, Program, Recv, Run, Send, Signal, Wait
 
@@ -210,6 +211,18 @@ class _Transfer:
 class _Link:
     free_at: float = 0.0
     queue: list[_Transfer] = field(default_factory=list)
+    moving: int = 0  # Transfers that were chosen and of which :meth:`Board.delivered` was not said.
+
+
+class Gate(Protocol):
+    """What lanes and links that are fed ahead of time let through. Each answers with those of the given that may be chosen now,
+    in the given order."""
+
+    def runs(self, lane: int, tickets: list[Ticket]) -> list[Ticket]:
+        """tickets: those whose next segment on ``lane`` could start."""
+
+    def transfers(self, source: int, target: int, moving: int, waiting: list[tuple[Ticket, str]]) -> list[tuple[Ticket, str]]:
+        """waiting: tickets and names of what they have sent; moving: how many others have been chosen and have not arrived."""
 
 
 class Board:
@@ -217,6 +230,7 @@ class Board:
 
     Args:
         pipelined: False: one request at a time, as plain calls are.
+        gate: by default all that can start may be chosen.
 
     Attributes:
         steps: runs and transfers so far; overran: how many of the runs were computed later than their modelled end.
@@ -224,8 +238,9 @@ class Board:
         finished: tickets that are done, for the caller to take out.
     """
 
-    def __init__(self, lanes: int, order: Order = "age", *, pipelined: bool = True) -> None:
+    def __init__(self, lanes: int, order: Order = "age", *, pipelined: bool = True, gate: Gate | None = None) -> None:
         self.lanes = lanes
+        self.gate = gate
         self.order: Order = order
         self.pipelined = pipelined
         self.tickets: list[Ticket] = []
@@ -255,11 +270,18 @@ class Board:
         ticket.dropped = True
         if ticket in self.tickets:
             self.tickets.remove(ticket)
-        for link in self.links.values():
+        for (source, target), link in self.links.items():
             link.queue = [x for x in link.queue if x.ticket is not ticket]
+            if self.gate is not None:
+                link.moving -= sum(s == source for s, _ in ticket.arrived[target])  # Chosen, and never received.
+        ticket.arrived = [{} for _ in ticket.arrived]
         for lane, step in enumerate(self.running):
             if step is not None and step.ticket is ticket and step.end is not None:
                 self.running[lane] = None
+
+    def delivered(self, source: int, target: int) -> None:
+        """Says that a transfer which was received has arrived; for gates."""
+        self.links[source, target].moving -= 1
 
     def next(self, lane: int, now: float) -> Step | float:
         """What ``lane`` is to do now, or the time at which to ask again (infinite: when something has changed)."""
@@ -290,6 +312,9 @@ class Board:
         if self.order == "static":
             first = min(active, key=lambda t: (self._key(t, lane), t.number), default=None)
             candidates = [c for c in candidates if c[1] is first]
+        if self.gate is not None and candidates:
+            allowed = self.gate.runs(lane, [ticket for _, ticket in candidates])
+            candidates = [c for c in candidates if c[1] in allowed]
         if not candidates:
             return wake
         free = self.free_at[lane]
@@ -390,7 +415,7 @@ class Board:
         if isinstance(instruction, Send):
             storage = ticket.route.storages.get(name, name)
             ticket.untaken[lane][storage] = ticket.untaken[lane].get(storage, 0) + 1
-            self.moved += ticket.route.sizes.get(name, 0)
+            self.moved += sum(b.nbytes for b in instruction.boxes) or ticket.route.sizes.get(name, 0)
         self.steps += 1
         takes = ticket.route.transfer_time(name, lane, instruction.to)
         self.links.setdefault((lane, instruction.to), _Link()).queue.append(_Transfer(ticket, name, ticket.since[lane], takes))
@@ -414,6 +439,12 @@ class Board:
                     if not waiting:
                         break  # Until it is sent.
                     begin = max(link.free_at, waiting[0].sent)
+                if self.gate is not None:
+                    allowed = self.gate.transfers(source, target, link.moving, [(x.ticket, x.name) for x in waiting])
+                    waiting = [x for x in waiting if (x.ticket, x.name) in allowed]
+                    if not waiting:
+                        break  # Until something has arrived, or has been made.
+                link.moving += 1
                 chosen = min(waiting, key=lambda x: self._precedence(x, target))
                 link.queue.remove(chosen)
                 arrival = link.free_at = begin + chosen.takes

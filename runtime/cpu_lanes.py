@@ -2,7 +2,8 @@
 
 Lanes share nothing but transfers. A receive copies into storage that the receiver owns, so a sender may free or overwrite its
 own; before it overwrites, it waits until pending sends of that storage were taken. Weights and state read away from home are
-replicas. The caller's tensors are touched by the home lane alone, and only where the graph mutates them.
+replicas. The caller's tensors are touched by the home lane alone, and only where the graph mutates them; state that another
+lane keeps is touched by that lane.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from .codegen import Codegen, Compiled, constants, lookup
 from .lane_pool import shared_pool
 from .pacing import Pace, PacedRequest
 from .replicas import Replica, Sighting, at_exit, own_copy, sight
+from .slices import own_part
+from .state_homes import HOMES
 
 
 class Aborted(Exception):
@@ -52,6 +55,8 @@ class CpuLaneExecutor:
 
     Attributes:
         runs: how many requests have completed.
+        returned: bytes of overwritten inputs that other lanes have sent home so far.
+        moved: bytes of state that this program's lanes keep and that lived on another device before.
     """
 
     def __init__(
@@ -69,7 +74,7 @@ class CpuLaneExecutor:
         self.program = program
         self.poison = poison
         self.pace = pace
-        self.runs = 0
+        self.runs = self.returned = self.moved = 0
         self._count_lock = threading.Lock()
         self.lanes = len(program.lanes)
         self.threads = threads if threads is not None else lane_threads(self.lanes)
@@ -89,6 +94,10 @@ class CpuLaneExecutor:
         self.writers = {(lane, s) for (lane, _), segment in self.segments.items() for s, _ in segment.written}
         names = [o for o in graph.outputs if o is not None]
         self._finish = codegen.compile(graph, [], names)
+        lane_of = {k: lane for lane, _, x in program if isinstance(x, Run) for k in x.kernels}
+        self._kept = {v: lane_of[graph.keeper(v) or ""] for v in graph.kept}
+        versions = [graph.values[x.value] for _, _, x in program if isinstance(x, Recv)]
+        self._returns = sum(v.bytes for v in versions if v.storage != v.name)
         self._constants = constants(graph)
         self._literals = literal_outputs(graph)
 
@@ -122,6 +131,12 @@ class CpuLaneExecutor:
         hosts = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
         envs: list[dict[str, Any]] = [dict(hosts) for _ in range(self.lanes)]
         envs[self.home] = {**self._constants, **inputs}
+        for name, lane in self._kept.items():
+            envs[lane][name] = inputs[name]
+            moved = HOMES.settle(inputs[name], self.program.lanes[lane].device)
+            if moved:
+                with self._count_lock:
+                    self.moved += moved
         return inputs, envs
 
     def sightings(self, home: dict[str, Any]) -> dict[str, Sighting]:
@@ -134,6 +149,7 @@ class CpuLaneExecutor:
         results = iter(outputs_apart(self.graph, finished, inputs))
         with self._count_lock:
             self.runs += 1
+            self.returned += self._returns
         return [
             literal if name is None else next(results) for name, literal in zip(self.graph.outputs, self._literals, strict=True)
         ]
@@ -186,7 +202,8 @@ class CpuLaneExecutor:
                 storage = values[instruction.value].storage
                 posting = request.take(lane, instruction.source, instruction.value)
                 if storage == instruction.value:
-                    env[instruction.value] = own_copy(posting.payload)
+                    payload, boxes = posting.payload, instruction.boxes
+                    env[instruction.value] = own_part(payload, boxes) if boxes else own_copy(payload)
                 else:
                     request.settle(lane, storage)
                     env[storage].copy_(posting.payload)
@@ -222,7 +239,7 @@ class CpuLaneExecutor:
                 raise ProgramError(f"CPU lanes cannot execute {instruction.to_text()!r}")
         # The lane's next request may refresh a replica in place: what was sent of it, also under the name of a value that the
         # compiler made in its storage, must be taken by then.
-        if lane in self.replicas:
+        if lane in self.replicas or lane in self._kept.values():
             request.settle_all(lane)
 
 

@@ -34,6 +34,7 @@ from .cuda_pacing import CudaPace
 from .cuda_streams import ISSUING, LaneStreams, apart, lane_streams
 from .replicas import Replica, Sighting, at_exit, overlaps, sight
 from .segment_graphs import Slot, copies_of
+from .slices import part_views, room_for
 from .transports import Link, make_link, used_on
 
 
@@ -360,12 +361,23 @@ class CudaLaneExecutor:
         storage = self.graph.values[instruction.value].storage
         payload = posted.payload
         if not isinstance(payload, torch.Tensor) or payload.device.type == "cpu" != streams.device.type:
-            streams.compute.wait_event(posted.ready)  # what lies on the host is there for every lane
+            self._behind(lane, posted.ready, issue)  # what lies on the host is there for every lane
             env[instruction.value] = payload
             return
         link = self.links[instruction.source, lane]
         issue.used.add((instruction.source, lane))
-        if storage == instruction.value:
+        if instruction.boxes:
+            with torch.cuda.stream(link.into):
+                room = room_for(payload, streams.device)
+                if issue.slot is not None:
+                    room = issue.slot.buffer((lane, instruction.value), payload, streams.device)
+            env[instruction.value] = room
+            for part, source_part in zip(
+                part_views(room, instruction.boxes), part_views(payload, instruction.boxes), strict=True
+            ):
+                done = link.update(part, source_part, [posted.ready])
+            used_on(room, streams.compute)
+        elif storage == instruction.value:
             room = None
             if issue.slot is not None:
                 with torch.cuda.stream(link.into):
@@ -377,9 +389,13 @@ class CudaLaneExecutor:
             self._settle(lane, storage, issue)
             done = link.update(env[storage], payload, [posted.ready, streams.compute.record_event()])
             env[instruction.value] = env[storage]
-        streams.compute.wait_event(done)
+        self._behind(lane, done, issue)
         source = self.graph.values[instruction.value].storage
         issue.reading[instruction.source].setdefault(source, []).append(done)
+
+    def _behind(self, lane: int, event: torch.cuda.Event, issue: _Issue) -> None:
+        """What the lane does next of this request runs behind ``event``."""
+        self.lanes[lane].compute.wait_event(event)
 
     def _settle(self, lane: int, storage: str, issue: _Issue) -> None:
         """What the lane does next runs behind the copies that still read ``storage`` of it."""

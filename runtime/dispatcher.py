@@ -29,6 +29,7 @@ from .cpu_lanes import CpuLaneExecutor
 from .lane_pool import LanePool
 from .pacing import Emulation
 from .replicas import Replica, Residents, Sighting, at_exit, own_copy
+from .slices import own_part
 
 
 class _Load:
@@ -273,7 +274,7 @@ class Dispatcher:
             payload = load.inbox[lane].pop((x.source, x.value))
             storage = executor.graph.values[x.value].storage
             if storage == x.value:
-                env[x.value] = own_copy(payload)
+                env[x.value] = own_part(payload, x.boxes) if x.boxes else own_copy(payload)
             else:
                 env[storage].copy_(payload)
                 env[x.value] = env[storage]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..passes.cluster import Cluster
-from ..passes.ir import KernelGraph, Profile, Program, Run
+from ..passes.ir import KernelGraph, Profile, Program, Run, sent_bytes
 
 #: Share of runs and transfers that may overrun before an emulation says nothing.
 TOLERANCE = 0.01
@@ -60,7 +60,7 @@ class Pace:
             if isinstance(instruction, Run)
         }
         self._cluster = cluster
-        self._bytes: Mapping[str, int] = {v.name: v.bytes for v in graph.values.values()}
+        self._bytes: Mapping[tuple[str, int], int] = sent_bytes(graph, program)
         self._lock = threading.Lock()
         self._requests = self._steps = self._overran = 0
         self._total_us = 0.0
@@ -74,7 +74,7 @@ class Pace:
     def transfer_ns(self, value: str, source: int, target: int) -> float:
         """A signal carries no bytes; it still takes the link's latency."""
         names = self._cluster.names
-        return 1e3 * self.factor * self._cluster.us(names[source], names[target], self._bytes.get(value, 0))
+        return 1e3 * self.factor * self._cluster.us(names[source], names[target], self._bytes.get((value, target), 0))
 
     def add(self, request: PacedRequest) -> None:
         with self._lock:

@@ -68,6 +68,7 @@ class Replica:
         self.device = device
         self.memory = device if memory is None else memory
         self.tensor: torch.Tensor | None = None
+        self.copied = 0  # Bytes copied into it so far, but for a loaded model's weights.
         self._lock = threading.Lock()
         self._use = 0
         self._shared = False
@@ -94,6 +95,7 @@ class Replica:
                 else:
                     # Nothing is written into a weight's copy, which other graphs read.
                     self.tensor = refreshed(None if self._shared or not in_place else self.tensor, seen.source, self.device)
+                    self.copied += self.tensor.nbytes
                 self._shared = weight is not None
                 stamp = _Stamp.of(seen, keep=not volatile)
             if not volatile:

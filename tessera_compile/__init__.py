@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .reports import Report as Report
     from .simulation import SimulationResult as SimulationResult
     from .simulation import simulate as simulate
+    from .state_cache import StateCache as StateCache
     from .together import plan_together as plan_together
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "Program",
     "Report",
     "SimulationResult",
+    "StateCache",
     "backend",
     "explain",
     "load",
@@ -61,6 +63,7 @@ _WHERE = {
     "report": ".compiler",
     "SimulationResult": ".simulation",
     "simulate": ".simulation",
+    "StateCache": ".state_cache",
 }
 
 

@@ -19,6 +19,7 @@ from .options import Options
 from .passes import torch_compat
 from .passes.errors import FallbackError, LoweringError, TesseraWarning
 from .runtime.replicas import watch_call
+from .runtime.state_homes import marked
 
 if TYPE_CHECKING:
     from .loading import LoadedGraph
@@ -253,7 +254,7 @@ def _compile(
         static = torch_compat.static_input_indices()
         if loaded is not None:
             static = (*static, *loaded.weights_among(inputs))
-        compiled = CompiledGraph(aten, inputs, options, static, len(graphs))
+        compiled = CompiledGraph(aten, inputs, options, static, len(graphs), _kept_among(example_inputs, inputs, options))
         graphs.append(compiled)
         if loaded is not None:
             loaded.adopt(compiled)
@@ -339,6 +340,36 @@ def _check_devices(example_inputs: Sequence[Any], options: Options) -> None:
     home = on_gpu[0].split("/")[0].split("#")[0]
     if any(d != home for d in devices):
         raise LoweringError(f"its inputs are on {', '.join(devices)}, and the home of cluster {', '.join(on_gpu)} is {home}")
+
+
+def _kept_among(given: Sequence[Any], inputs: Sequence[Any], options: Options) -> list[int]:
+    """Positions, among the inputs that AOTAutograd gives the graph, of state that lanes may keep.
+
+    ``given`` are the caller's tensors. State that lanes cannot keep stays with the caller, which a warning says.
+    """
+    found = [i for i, x in enumerate(given) if marked(x)]
+    devices = options.resolved_cluster().devices
+    if not found or len(devices) == 1:
+        return []
+    if any(d.kind == "cuda" for d in devices) or options.emulate_on:
+        _warn_once("the state of a StateCache stays on the caller's device: CUDA lanes do not keep state", options)
+        return []
+    # AOTAutograd keeps the order of inputs, but merges those that are one tensor or views of one.
+    if len(inputs) != len(given) or any(inputs[i].shape != given[i].shape for i in found):
+        _warn_once("the state of a StateCache stays on the caller's device: inputs of this graph share memory", options)
+        return []
+    return found
+
+
+def _warn_once(reason: str, options: Options) -> None:
+    """Raises FallbackError under ``strict``."""
+    if options.strict:
+        raise FallbackError(reason)
+    with _warned_lock:
+        first = reason not in _warned
+        _warned.add(reason)
+    if first:
+        warnings.warn(reason, TesseraWarning, stacklevel=3)
 
 
 _warned: set[str] = set()

@@ -15,8 +15,6 @@ from .passes.errors import ClusterError, OptionsError
 
 _POLICIES = ("latency", "throughput", "auto")
 _PLANNERS = ("milp", "single", "layers", "attention-ffn", "alternate", "random:SEED", "a saved plan's path ending in .json")
-#: Options of later versions, and the values that ask for what this one does anyway.
-_LATER: dict[str, tuple[object, ...]] = {"refine": ("auto", "off")}
 TRANSPORTS = ("auto", "peer", "host", "nccl", "gpu")
 _OTHER_PLANNERS = {
     "prefill-decode": "plan the graphs of several phases with tessera_compile.plan_together, which chooses it where it is best",
@@ -43,7 +41,9 @@ class Options:
             slots of memory as ``inflight`` says. What cannot be captured runs as it is; the executor's ``reasons`` say why.
         transport: how values go from one CUDA lane to another: ``auto``; ``peer``; ``host`` (pinned memory); ``nccl``; ``gpu``
             (the sender's kernel stores them and raises a flag in the receiver's memory). ``runtime/transports.py`` has more.
-        refine: of a later version; ``auto`` or ``off``.
+        refine: dependences by the bytes that kernels touch. ``auto``: by the views of the graph, and by running once what
+            schemas say least of: custom operators and users' kernels; ``always``: every kernel that can be run; ``off``: what
+            the schemas say.
         time_limit, gap: when the solver may stop: seconds, relative gap.
         pace: on a cluster of data-sheet GPUs, let each run and transfer take its modelled time multiplied by this; 0: off.
             What comes of it is emulated, and says so.
@@ -145,11 +145,7 @@ class Options:
                 raise OptionsError(f"{name}={value!r}; it takes {what}")
 
         choice("policy", _POLICIES)
-        for name, allowed in _LATER.items():
-            if getattr(self, name) not in allowed:
-                raise OptionsError(
-                    f"{name}={getattr(self, name)!r}: not in this version; it takes {' or '.join(map(repr, allowed))}"
-                )
+        choice("refine", ("auto", "off", "always"))
         choice("profile", ("measure", "model"))
         choice("transport", TRANSPORTS)
         choice("codegen", ("inductor", "eager", "null"))

@@ -19,10 +19,12 @@ import networkx as nx
 from torch import fx
 
 from .options import Options
-from .passes import depend, lower, partition, schedule, verify
+from .passes import depend, lower, partition, refine, schedule, verify
 from .passes.cluster import Cluster
 from .passes.errors import PlanError
+from .passes.extents import extents
 from .passes.ir import KernelGraph, Plan, Profile, Program
+from .passes.keeping import keep
 from .passes.partitioning import matching, pinned
 from .passes.placements import place
 from .progress import progress
@@ -50,7 +52,13 @@ class CompiledGraph:
     """
 
     def __init__(
-        self, aten: fx.GraphModule, example_inputs: Sequence[Any], options: Options, static_inputs: Sequence[int], number: int
+        self,
+        aten: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        static_inputs: Sequence[int],
+        number: int,
+        kept_inputs: Sequence[int] = (),
     ) -> None:
         self.options = options
         self.number = number
@@ -62,8 +70,13 @@ class CompiledGraph:
         self._seconds: dict[str, float] = {}
         with self._step("lower"):
             self.kernels = lower(aten, example_inputs, static_inputs=static_inputs)
+            if kept_inputs:
+                self.kernels = keep(self.kernels, [self.kernels.inputs[i] for i in kept_inputs])
         with self._step("depend"):
             self.ddg = depend(self.kernels)
+        if options.refine != "off":
+            with self._step("refine"):
+                self.ddg = refine(self.ddg, {}, extents(self.kernels))
         # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
         self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
         self._cuda = options.emulate_on is not None or any(d.kind == "cuda" for d in self.cluster.devices)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import networkx as nx
 
@@ -14,6 +15,7 @@ from .passes.cluster import Cluster
 from .passes.dependence import add_edge
 from .passes.errors import PlanError
 from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
+from .ptx_tools.footprints import Box
 from .runtime.pacing import Emulation
 from .runtime.roofline import ceiling
 
@@ -126,6 +128,10 @@ class GraphReport:
         ]
 
 
+def _boxes(raw: Any) -> tuple[Box, ...]:
+    return tuple(Box(b["start"], tuple(b["shape"]), tuple(b["strides"])) for b in raw)
+
+
 def _verdict(plan: Plan) -> str:
     """The plan against each device alone, on the plan's own objective."""
     what = "bottleneck" if plan.objective == "throughput" else "makespan"
@@ -165,7 +171,7 @@ class Report:
             ddg = nx.DiGraph(kernels=kernels)
             ddg.add_nodes_from((k.name, {"kernel": k}) for k in kernels.kernels)
             for before, after, raw in g["ddg"]:
-                deps = tuple(Dependence(**d) for d in raw)
+                deps = tuple(Dependence(**{**d, "boxes": _boxes(d.get("boxes", ()))}) for d in raw)
                 add_edge(ddg, before, after, deps)
             graphs.append(
                 GraphReport(

@@ -14,7 +14,7 @@ from .catalogue import make_cluster
 from .engine_stats import Percentiles
 from .passes.cluster import Cluster
 from .passes.errors import PlanError
-from .passes.ir import KernelGraph, Profile, Program, format_bytes
+from .passes.ir import KernelGraph, Profile, Program, format_bytes, sent_bytes
 from .passes.ir import Run as RunSegment
 from .passes.steady import steady
 from .reports import GraphReport, Report
@@ -58,8 +58,10 @@ def modelled_route(
         x.segment: sum(profile.us(k, names[lane]) for k in x.kernels) for lane, _, x in program if isinstance(x, RunSegment)
     }
 
+    sizes = sent_bytes(graph, program)
+
     def transfer_us(value: str, source: int, target: int) -> float:
-        nbytes = graph.values[value].bytes if value in graph.values else 0
+        nbytes = sizes.get((value, target), 0)
         return 0.0 if free_transfers else cluster.us(names[source], names[target], nbytes)
 
     made = steady(program, run_us, transfer_us, slots=slots)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .passes import partition, schedule, verify
 from .passes.errors import PlanError, TesseraWarning
-from .passes.ir import Plan, Program, Run, format_bytes
+from .passes.ir import Plan, Program, Run, format_bytes, sent_bytes
 from .passes.mix import mix_of_graphs
 from .passes.mixture import best_mixture
 from .passes.steady import Steady, steady, verify_steady
@@ -28,7 +28,7 @@ NEAR = 1.02
 
 @dataclass(frozen=True)
 class Way:
-    """One plan that is ready to run. ``homes``: state → lanes that touch it; ``steady``: its modulo schedule;
+    """One plan that is ready to run. ``homes``: state → lanes that touch it, or the lane that keeps it; ``steady``: its modulo schedule;
     ``alone_us``: what a request takes with the lanes to itself, segments and transfers as they are issued."""
 
     name: str
@@ -175,10 +175,11 @@ class Ways:
         executor = CpuLaneExecutor(graph.kernels, program, graph.codegen, threads=threads)
         route, made, alone_us = self._route(program)
         touching: dict[str, set[int]] = {v: set() for v in graph.kernels.mutated}
+        kept = {v: graph.kernels.keeper(v) for v in graph.kernels.kept}
         for kernel in graph.kernels.kernels:
             for value in (*kernel.inputs, *kernel.writes):
                 storage = graph.kernels.values[value].storage
-                if storage in touching:
+                if storage in touching and kept.get(storage, kernel.name) == kernel.name:
                     touching[storage].add(plan.devices.index(plan.placement[kernel.name]))
         way = Way(name, plan, executor, route, made, alone_us, {v: frozenset(lanes) for v, lanes in touching.items()})
         self._made[key] = way
@@ -189,8 +190,10 @@ class Ways:
         names = cluster.names
         run_us = {x.segment: sum(profile.us(k, names[lane]) for k in x.kernels) for lane, _, x in program if isinstance(x, Run)}
 
+        crossing = sent_bytes(graph, program)
+
         def transfer_us(value: str, source: int, target: int) -> float:
-            nbytes = graph.values[value].bytes if value in graph.values else 0
+            nbytes = crossing.get((value, target), 0)
             return 0.0 if self._free else cluster.us(names[source], names[target], nbytes)
 
         made = steady(program, run_us, transfer_us, slots=self._inflight)

@@ -378,7 +378,7 @@ def test_memory_splits_what_fits_no_single_device(net):
         ({"strict": 1}, "True or False"),
         ({"planner": "replicas"}, "one plain call runs one plan"),
         ({"planner": "prefill-decode"}, "plan_together"),
-        ({"refine": "always"}, "not in this version"),
+        ({"refine": "sometimes"}, "it takes 'auto', 'off', 'always'"),
         ({"transport": "nccl"}, "no CUDA device"),
         ({"transport": "fast"}, "it takes 'auto', 'peer'"),
         ({"cluster": "a100-80gb,l40s", "emulate_on": "cuda:0/64sm,cuda:0/56sm"}, "takes a pace"),

@@ -1,0 +1,100 @@
+"""Parts of tensors: the bytes of the boxes cross, of any dtype, and lanes compute the same on them as on whole values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tessera_compile.catalogue import make_cluster
+from tessera_compile.passes import depend, partition, refine, schedule, verify
+from tessera_compile.passes.errors import ProgramError
+from tessera_compile.passes.extents import extents
+from tessera_compile.passes.ir import Program, Send
+from tessera_compile.passes.placements import place
+from tessera_compile.ptx_tools.footprints import Box
+from tessera_compile.runtime.codegen import Codegen
+from tessera_compile.runtime.cpu_lanes import CpuLaneExecutor
+from tessera_compile.runtime.roofline import model_profile
+from tessera_compile.runtime.slices import own_part, part_views
+from tests.graphs import lowered
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.float8_e5m2, torch.bfloat16, torch.int64])
+def test_the_bytes_of_the_boxes_are_copied_and_no_others(dtype):
+    raw = torch.randint(0, 2, (6 * 16,), dtype=torch.uint8).view(torch.bool) if dtype == torch.bool else None
+    size = torch.empty(0, dtype=dtype).element_size()
+    whole = raw if raw is not None else torch.randint(0, 255, (6 * 16 * size,), dtype=torch.uint8).view(dtype)
+    tensor = whole.view(6, 16)[1:, 2:]  # starts in the middle of its storage
+    boxes = (Box(2 * size, (4, 3 * size), (16 * size, 1)), Box(9 * size, (5, size), (16 * size, 1)))
+    got = own_part(tensor, boxes)
+    assert (got.shape, got.stride(), got.dtype) == (tensor.shape, tensor.stride(), dtype)
+    for view, source in zip(part_views(got, boxes), part_views(tensor, boxes), strict=True):
+        assert torch.equal(view, source)
+    read = torch.zeros(5, 14, dtype=torch.bool)
+    read[:4, 2:5] = True
+    read[:, 9] = True
+    expected = [tensor.contiguous().view(torch.uint8)[read.repeat_interleave(size, 1)]]
+    assert torch.equal(got.contiguous().view(torch.uint8)[read.repeat_interleave(size, 1)], expected[0])
+
+
+def model(x, w, a, b, c):
+    q, k, v = (x @ w).chunk(3, -1)
+    gate, up = (v @ a).chunk(2, -1)
+    return q @ k.t() @ (gate.sigmoid() * up), (q.cos() + k) @ b, torch.cat([u @ c for u in x.softmax(0).split(2)])
+
+
+def arguments():
+    torch.manual_seed(0)
+    return [torch.randn(8, 8), torch.randn(8, 24), torch.randn(8, 16), torch.randn(8, 8), torch.randn(8, 4)]
+
+
+def planned(planner: str, lanes: int, objective: str):
+    graph = lowered(model, arguments())
+    ddg = refine(depend(graph), {}, extents(graph))
+    cluster = make_cluster(f"{lanes}xcpu")
+    times = model_profile(graph, cluster.devices)
+    placement = place(planner, ddg, times, cluster)
+    plan = partition(ddg, times, cluster, placement=placement, planner=planner, objective=objective)
+    program = schedule(ddg, plan)
+    verify(program, ddg, plan)
+    return graph, ddg, plan, program
+
+
+def test_fifty_placements_compute_what_eager_does_and_send_less():
+    fewer = 0
+    codegen = Codegen("eager")
+    graph, _, _, program = planned("single", 2, "throughput")
+    expected = CpuLaneExecutor(graph, program, codegen, threads=1)(arguments())
+    torch.testing.assert_close(tuple(expected), model(*arguments()))
+    for seed in range(50):
+        graph, _, plan, program = planned(f"random:{seed}", 2 + seed % 3, ("throughput", "latency")[seed % 2])
+        sent = sum(i.bytes(graph) for _, _, i in program if isinstance(i, Send))
+        whole = sum(graph.values[i.value].bytes for _, _, i in program if isinstance(i, Send))
+        fewer += sent < whole
+        assert sent <= plan.cut_bytes  # the planner never counts less than what is sent
+        got = CpuLaneExecutor(graph, program, codegen, threads=1, poison=True)(arguments())
+        for g, e in zip(got, expected, strict=True):
+            assert torch.equal(g, e)
+        assert Program.from_text(program.to_text()) == program
+    assert fewer > 20
+
+
+def test_a_part_that_is_too_small_is_refused():
+    refused = 0
+    for seed in range(10):
+        _, ddg, plan, program = planned(f"random:{seed}", 2, "throughput")
+        for _, _, x in program:
+            if isinstance(x, Send) and x.boxes:
+                box = x.boxes[0]
+                smaller = Box(box.start, (*box.shape[:-1], box.shape[-1] - 4), box.strides)
+                text = program.to_text()
+                for sent in (x, type(x)(x.value, x.to, (smaller, *x.boxes[1:]))):
+                    part = sent.to_text().split()[1]
+                    changed = Program.from_text(text.replace(x.to_text().split()[1], part))
+                    if sent is x:
+                        verify(changed, ddg, plan)
+                        continue
+                    with pytest.raises(ProgramError, match=r"reads more of .* than came"):
+                        verify(changed, ddg, plan)
+                    refused += 1
+    assert refused > 5
