@@ -106,6 +106,4 @@ class StateCache(StaticCache):  # type: ignore[misc]
 
     def homes(self) -> list[dict[str, str | None]]:
         """For each layer the device where each of its tensors lives; None: no compiled graph has written it yet."""
-        return [
-            {name: HOMES.of(x) for name, x in vars(layer).items() if isinstance(x, torch.Tensor)} for layer in self.layers
-        ]
+        return [{name: HOMES.of(x) for name, x in vars(layer).items() if isinstance(x, torch.Tensor)} for layer in self.layers]

@@ -28,8 +28,8 @@ NEAR = 1.02
 
 @dataclass(frozen=True)
 class Way:
-    """One plan that is ready to run. ``homes``: state → lanes that touch it, or the lane that keeps it; ``steady``: its modulo schedule;
-    ``alone_us``: what a request takes with the lanes to itself, segments and transfers as they are issued."""
+    """One plan that is ready to run. ``homes``: state → lanes that touch it, or the one that keeps it; ``steady``: its modulo
+    schedule; ``alone_us``: what a request takes with the lanes to itself, segments and transfers as they are issued."""
 
     name: str
     plan: Plan

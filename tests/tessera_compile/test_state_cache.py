@@ -22,7 +22,6 @@ STEPS = 8
 WAIT = 60.0
 PLANS = [
     {"planner": "random:1"},
-    {"planner": "random:4"},
     {"planner": "random:2", "cluster": "3xcpu"},
     {"planner": "random:5", "cluster": "3xcpu"},
     {"planner": "alternate", "codegen": "inductor"},
@@ -68,9 +67,7 @@ def tensors(cache):
 def copied_state(call):
     """Bytes of overwritten inputs that were copied to lanes, and those that were brought home."""
     found = executors(call)
-    copied = sum(
-        r.copied for e in found for lane in e.replicas.values() for v, r in lane.items() if v in e.graph.mutated
-    )
+    copied = sum(r.copied for e in found for lane in e.replicas.values() for v, r in lane.items() if v in e.graph.mutated)
     return copied, sum(e.returned for e in found)
 
 
@@ -94,13 +91,13 @@ def test_steps_equal_eager_and_nothing_is_copied_or_returned(options):
     assert len(writers) > 1  # Not all of it at home.
 
 
-def test_a_static_cache_is_copied_and_returned_every_step():
+def test_a_static_cache_is_copied_and_returned():
     """What the test above counts would be seen."""
     from transformers import StaticCache
 
     model = llama().model
     call = compiled(model, planner="random:1")
-    decode(call, StaticCache(config=model.config, max_cache_len=16))
+    decode(call, StaticCache(config=model.config, max_cache_len=16), steps=2)
     copied, returned = copied_state(call)
     assert copied > 0
     assert returned > 0
@@ -134,9 +131,7 @@ def test_generate_moves_what_two_graphs_keep_in_different_places_once():
     ids = torch.tensor([[5, 9, 3]])
     want = model.generate(ids, max_new_tokens=STEPS, do_sample=False)
     eager, cache = model.forward, StateCache(model.config, 16)
-    call = model.forward = torch.compile(
-        eager, backend="tessera", options={**OPTIONS, "cluster": "3xcpu", "planner": "random:2"}
-    )
+    call = model.forward = torch.compile(eager, backend="tessera", options={**OPTIONS, "cluster": "3xcpu", "planner": "random:2"})
     try:
         got = model.generate(ids, max_new_tokens=STEPS, do_sample=False, past_key_values=cache)
     finally:
@@ -144,9 +139,7 @@ def test_generate_moves_what_two_graphs_keep_in_different_places_once():
     assert got.equal(want)
     prefill, step = executors(call)
     assert (prefill.runs, step.runs) == (1, STEPS - 1)
-    homes = [
-        {v: g.plan.placement[g.kernels.keeper(v)] for v in g.kernels.kept} for g in tessera_compile.report(call).graphs
-    ]
+    homes = [{v: g.plan.placement[g.kernels.keeper(v)] for v in g.kernels.kept} for g in tessera_compile.report(call).graphs]
     # In both graphs the cache's tensors are the inputs that are kept, in the same order.
     moves = [a != b for a, b in zip(homes[0].values(), homes[1].values(), strict=True)]
     kept = tessera_compile.report(call).graphs[1].kernels
@@ -192,6 +185,7 @@ def step(x, keys):
 def place(ways, latency, throughput):
     """Gives the two plans the state's writer on these devices, and everything else on cpu#0."""
     ways._made.clear()
+    ways._shares = []
 
     def way(name, device):
         where = {k.name: device if k.writes else "cpu#0" for k in ways._graph.kernels.kernels}
@@ -238,7 +232,7 @@ def test_what_cannot_be_kept_stays_with_the_caller():
     torch.testing.assert_close(s, torch.eye(3))
     shared = torch.zeros(2, 3)
     mark(shared)
-    with torch.no_grad(), pytest.raises(Exception, match="FallbackError: the state of a StateCache stays .* share memory"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"FallbackError: the state of a StateCache stays .* share memory"):
         compiled(lambda x, a, b: (a.add_(x[:2]), b + x[0])[1], strict=True)(x, shared, shared[0])
     assert HOMES.of(shared) is None
 
