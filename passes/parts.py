@@ -6,6 +6,7 @@ that has one of its readers. Where a reader needs all of it, or the caller does,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -34,8 +35,7 @@ def parts(ddg: nx.DiGraph, value: str) -> tuple[Part, ...]:
         return whole
     read: dict[str, tuple[Box, ...]] = {}
     for reader in readers:
-        deps = ddg.edges[made_by, reader]["deps"] if ddg.has_edge(made_by, reader) else ()
-        boxes = next((d.boxes for d in deps if d.kind == "raw" and d.value == value), ())
+        boxes = reads(ddg, reader, value)
         if not boxes:
             return whole
         read[reader] = boxes
@@ -56,6 +56,12 @@ def parts(ddg: nx.DiGraph, value: str) -> tuple[Part, ...]:
             return whole
         found.append(Part(distinct, bytes_.nbytes, tuple(names)))
     return tuple(found)
+
+
+def reads(ddg: nx.DiGraph, kernel: str, value: str) -> tuple[Box, ...]:
+    """The boxes of ``value`` that ``kernel`` reads; () where it may read all of it."""
+    known: Mapping[tuple[str, str], tuple[Box, ...]] = ddg.graph.get("reads", {})
+    return known.get((kernel, value), ())
 
 
 def _apart(boxes: list[Box], bytes_: Intervals) -> tuple[Box, ...] | None:

@@ -39,8 +39,13 @@ class Refinement:
     bytes_before: int
     bytes_after: int
 
+    @property
+    def summary(self) -> str:
+        sizes = f"{self.bytes_before} -> {self.bytes_after} B on all edges"
+        return f"{len(self.removed)} dependences removed, {len(self.added)} added, {sizes}"
+
     def to_text(self) -> str:
-        lines = [f"{len(self.removed)} dependences removed, {len(self.added)} added, {self.bytes_before} -> {self.bytes_after} B"]
+        lines = [self.summary]
         lines += [f"- {a} -> {b}: {d.to_text()}" for a, b, d in self.removed]
         lines += [f"+ {a} -> {b}: {d.to_text()}" for a, b, d in self.added]
         return "\n".join(lines)
@@ -62,7 +67,10 @@ class _Access:
 def refine(
     ddg: nx.DiGraph, footprints: Mapping[str, Footprint], extents: Mapping[tuple[str, str], Sequence[Box]] | None = None
 ) -> nx.DiGraph:
-    """A refined copy of ``ddg``; ``graph["refinement"]`` of it is the :class:`Refinement`.
+    """A refined copy of ``ddg``.
+
+    ``graph["refinement"]`` of it is the :class:`Refinement`; ``graph["reads"]`` has, by (kernel, value), the boxes that the
+    kernel reads of a value that another made, where they are few and less than all of it.
 
     Args:
         footprints: kernel → what a launch of it touches. Its buffers are named after values of the graph (``Footprint.renamed``),
@@ -85,11 +93,15 @@ def refine(
         sizes[storage] = max([sizes[storage], *(int(b.intervals().ends[-1]) for b in boxes if b.nbytes)])
     storages: dict[str, list[_Access]] = {}
     seen: set[str] = set()
+    read: dict[tuple[str, str], tuple[Box, ...]] = {}
     for kernel in graph.kernels:
         for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), extents or {}, sizes):
             storages.setdefault(storage, []).append(access)
             if known:
                 seen.add(storage)
+                boxes = _boxes(access.reads, sizes[storage])
+                if boxes and storage in kernel.inputs and graph.producer(storage) is not None:
+                    read[kernel.name, storage] = boxes
     found: dict[tuple[str, str], list[Dependence]] = {}
     for before, after, data in ddg.edges(data=True):
         for dependence in data["deps"]:
@@ -103,7 +115,7 @@ def refine(
     refined.add_nodes_from(ddg.nodes(data=True))
     for (before, after), deps in found.items():
         add_edge(refined, before, after, tuple(sorted(deps, key=lambda d: STRENGTH[d.kind])))
-    refined.graph["refinement"] = _compare(ddg, refined)
+    refined.graph["refinement"], refined.graph["reads"] = _compare(ddg, refined), read
     return refined
 
 

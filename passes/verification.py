@@ -22,6 +22,7 @@ import networkx as nx
 from ..ptx_tools.footprints import Intervals
 from .errors import ProgramError
 from .ir import Free, Hold, Instruction, KernelGraph, Lane, Out, Plan, Program, Recv, Run, Send, Signal, Wait, segment_values
+from .parts import reads
 
 
 def verify(program: Program, ddg: nx.DiGraph, plan: Plan) -> None:
@@ -247,18 +248,11 @@ class _Machine:
         if held != value:
             raise self._error(lane, instruction, f"{value} was overwritten by {held} on lane {lane}")
         if value in self.came[lane]:
-            needs = self._reads(kernel, value) if kernel is not None else None
-            if needs is None:
+            needs = reads(self.ddg, kernel, value) if kernel is not None else ()
+            if not needs:
                 raise self._error(lane, instruction, f"all of {value} is needed, and lane {lane} has a part of it")
-            if not needs.issubset(self.came[lane][value]):
+            if not Intervals.of(i for b in needs for i in b.intervals()).issubset(self.came[lane][value]):
                 raise self._error(lane, instruction, f"{kernel} reads more of {value} than came to lane {lane}")
-
-    def _reads(self, kernel: str, value: str) -> Intervals | None:
-        """The bytes of ``value`` that ``kernel`` reads; None for all of them."""
-        made_by = self.graph.producer(value)
-        deps = self.ddg.edges[made_by, kernel]["deps"] if self.ddg.has_edge(made_by, kernel) else ()
-        boxes = next((d.boxes for d in deps if d.kind == "raw" and d.value == value), ())
-        return Intervals.of(i for b in boxes for i in b.intervals()) if boxes else None
 
     def _exit(self) -> None:
         if self.out is None:

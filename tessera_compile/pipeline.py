@@ -23,6 +23,7 @@ from .passes import depend, lower, partition, refine, schedule, verify
 from .passes.cluster import Cluster
 from .passes.errors import PlanError
 from .passes.extents import extents
+from .passes.hidden_writes import declare
 from .passes.ir import KernelGraph, Plan, Profile, Program
 from .passes.keeping import keep
 from .passes.partitioning import matching, pinned
@@ -33,6 +34,7 @@ from .runtime.codegen import Codegen
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
 from .runtime.enrolment import serving
 from .runtime.pacing import Pace
+from .runtime.probing import custom_operators, undeclared_writes
 from .runtime.profile_cache import ProfileCache
 from .runtime.profiler import needs_real_call, profile
 
@@ -68,23 +70,31 @@ class CompiledGraph:
         self.cluster = options.resolved_cluster()
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
-        with self._step("lower"):
-            self.kernels = lower(aten, example_inputs, static_inputs=static_inputs)
-            if kept_inputs:
-                self.kernels = keep(self.kernels, [self.kernels.inputs[i] for i in kept_inputs])
-        with self._step("depend"):
-            self.ddg = depend(self.kernels)
-        if options.refine != "off":
-            with self._step("refine"):
-                self.ddg = refine(self.ddg, {}, extents(self.kernels))
+        self._static, self._kept = tuple(static_inputs), tuple(kept_inputs)
+        self._lower(aten, example_inputs)
         # One device leaves nothing to decide, and a dry run builds nothing that could be timed.
         self._how = "model" if len(self.cluster.devices) == 1 or options.dryrun else options.profile
         self._cuda = options.emulate_on is not None or any(d.kind == "cuda" for d in self.cluster.devices)
         measured = self._how == "measure" and any(d.kind in ("cpu", "cuda") for d in self.cluster.devices)
         if measured and self._cuda and isinstance(options.cluster, str) and not set("@+") & set(options.cluster):
             self.cluster = self._with_links()  # the user has not said what the links are
-        if not (measured and options.codegen != "null" and needs_real_call(self.kernels)):
+        runs = options.codegen != "null" and not options.dryrun
+        waits = measured and needs_real_call(self.kernels)
+        # Custom operators are run once before anything is planned, to see whether they write what they do not declare.
+        self._probes = len(self.cluster.devices) > 1 and options.refine != "off" and bool(custom_operators(self.kernels))
+        if not (runs and (waits or self._probes)):
             self.build(None)
+
+    def _lower(self, aten: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        with self._step("lower"):
+            self.kernels = lower(aten, example_inputs, static_inputs=self._static)
+            if self._kept:
+                self.kernels = keep(self.kernels, [self.kernels.inputs[i] for i in self._kept])
+        with self._step("depend"):
+            self.ddg = depend(self.kernels)
+        if self.options.refine != "off":
+            with self._step("refine"):
+                self.ddg = refine(self.ddg, {}, extents(self.kernels))
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Runs the graph once; ``args`` are its inputs in order, in a list that is emptied."""
@@ -148,6 +158,11 @@ class CompiledGraph:
         Args:
             real: the inputs of the first call, which are read and left as they are; None where none is needed.
         """
+        if self._probes and real is not None:
+            with self._step("probe"):
+                found = undeclared_writes(self.kernels, dict(zip(self.kernels.inputs, real, strict=True)))
+            if found:
+                self._lower(declare(self.kernels.module, found), ())
         options, kernels, ddg = self.options, self.kernels, self.ddg
         lanes = len(self.cluster.devices)
         threads = lane_threads(lanes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,9 +16,12 @@ from .passes.cluster import Cluster
 from .passes.dependence import add_edge
 from .passes.errors import PlanError
 from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
+from .passes.refinement import Refinement
 from .ptx_tools.footprints import Box
 from .runtime.pacing import Emulation
 from .runtime.roofline import ceiling
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class GraphReport:
         lines += [f"  {line}" for line in self.simple_plans()]
         times = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self.seconds.items())
         lines.append(f"  seconds: {times}")
+        lines += [f"  {line}" for line in self._refined()]
         how = sorted({t.source for row in self.profile.times.values() for t in row.values()})
         lines.append(f"  times are {' and '.join(how)}")
         lines += [f"  {line}" for line in self.ceilings()]
@@ -57,6 +62,35 @@ class GraphReport:
             lines.append(f"  {self.emulation.to_text()}{ratio}")
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
         return "\n".join([*lines, "", self.table()])
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """What refining changed; None with ``refine="off"``."""
+        found: Refinement | None = self.ddg.graph.get("refinement")
+        return found
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def dependences(self) -> str:
+        """One line for each edge of the dependence graph: what must wait for what, why, and how that is known."""
+        return "\n".join(f"{a} -> {b}: {'; '.join(d.to_text() for d in deps)}" for a, b, deps in self.ddg.edges(data="deps"))
+
+    def _refined(self) -> list[str]:
+        """What is known of the bytes that kernels touch, and the edges that are not as the schemas have them."""
+        found: Counter[str] = Counter(data["evidence"] for _, _, data in self.ddg.edges(data=True))
+        evidence = ", ".join(f"{count} by {how}" for how, count in sorted(found.items()))
+        lines = [f"{sum(found.values())} dependences: {evidence}"] if found else []
+        refinement = self.refinement
+        if refinement is not None and (refinement.removed or refinement.added or set(found) - {"schema"}):
+            lines.append(refinement.summary)
+            lines += [f"- {a} -> {b}: {d.to_text()}" for a, b, d in refinement.removed[:_SHOWN]]
+            lines += [f"+ {a} -> {b}: {d.to_text()}" for a, b, d in refinement.added[:_SHOWN]]
+            edges = [(a, b, d) for a, b, deps in self.ddg.edges(data="deps") for d in deps if d.boxes]
+            lines += [f"{a} -> {b}: {d.to_text()}" for a, b, d in edges[:_SHOWN]]
+            if len(edges) > _SHOWN:
+                lines.append(f"… and {len(edges) - _SHOWN} more; dependences() has all")
+        return lines
 
     def table(self) -> str:
         """Kernels by module: where each runs, and its µs on every device."""
@@ -90,6 +124,8 @@ class GraphReport:
             "number": self.number,
             "kernels": json.loads(self.kernels.to_json()),
             "ddg": edges,
+            "reads": [[*key, [asdict(b) for b in boxes]] for key, boxes in self.ddg.graph.get("reads", {}).items()],
+            "refinement": None if self.refinement is None else asdict(self.refinement),
             "profile": json.loads(self.profile.to_json()),
             "plan": json.loads(self.plan.to_json()),
             "program": self.program.to_text(),
@@ -126,6 +162,10 @@ class GraphReport:
             f"ceiling by data sheet: no mix of kernels on {a.type} and {b.type} gains over {ceiling(a, b):.3f}× replicas"
             for a, b in itertools.combinations(types, 2)
         ]
+
+
+def _dependence(raw: Any) -> Dependence:
+    return Dependence(**{**raw, "boxes": _boxes(raw.get("boxes", ()))})
 
 
 def _boxes(raw: Any) -> tuple[Box, ...]:
@@ -171,8 +211,11 @@ class Report:
             ddg = nx.DiGraph(kernels=kernels)
             ddg.add_nodes_from((k.name, {"kernel": k}) for k in kernels.kernels)
             for before, after, raw in g["ddg"]:
-                deps = tuple(Dependence(**{**d, "boxes": _boxes(d.get("boxes", ()))}) for d in raw)
-                add_edge(ddg, before, after, deps)
+                add_edge(ddg, before, after, tuple(map(_dependence, raw)))
+            ddg.graph["reads"] = {(kernel, value): _boxes(boxes) for kernel, value, boxes in g.get("reads", ())}
+            if refined := g.get("refinement"):
+                changed = {n: tuple((a, b, _dependence(d)) for a, b, d in refined[n]) for n in ("removed", "added")}
+                ddg.graph["refinement"] = Refinement(**{**refined, **changed})
             graphs.append(
                 GraphReport(
                     g["number"],
