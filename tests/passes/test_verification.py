@@ -362,7 +362,7 @@ WRONG = {
         "state",
         "recv c1 <- 1\n  recv v1 <- 1\n  out v1 c1\nlane 1 d1\n  hold s1\n  recv v0 <- 0\n  run S1: k1\n  send c1 -> 0\n",
         "recv v1 <- 1\n  out v1\nlane 1 d1\n  hold s1\n  recv v0 <- 0\n  run S1: k1\n",
-        "the caller's s1 holds s1, not c1",
+        "the caller's s1 holds s1 on lane 0, not c1",
     ),
     "overwritten input not handed out": ("state", "out v1 c1", "out v1", "c1 is not handed out"),
     "leak": ("pair", "free v0 v1", "free v1", "lane 1 never frees v0"),
