@@ -47,7 +47,7 @@ class _Segment:
 
 
 @dataclass
-class _Posted:
+class Posted:
     """A value on its way: what the receiver copies, and the event behind what made it."""
 
     payload: Any
@@ -55,12 +55,12 @@ class _Posted:
 
 
 @dataclass
-class _Issue:
+class Issue:
     """One request while it is being issued."""
 
     envs: list[dict[str, Any]]
     seen: dict[str, Sighting]
-    mail: dict[tuple[int, int, str], _Posted] = field(default_factory=dict)
+    mail: dict[tuple[int, int, str], Posted] = field(default_factory=dict)
     reading: list[dict[str, list[torch.cuda.Event]]] = field(default_factory=list)  # lane → storage → copies that read it
     used: set[tuple[int, int]] = field(default_factory=set)  # links, by lanes
     slot: Slot | None = None
@@ -201,7 +201,7 @@ class CudaLaneExecutor:
         slot = self._slots[self.runs % len(self._slots)] if self._slots else None
         if slot is not None and torch.cuda.is_current_stream_capturing():  # the caller's own graph takes the kernels as they are
             slot = None
-        if slot is not None and (reason := _unfit(inputs)):
+        if slot is not None and (reason := unfit(inputs)):
             self.reasons.setdefault(reason, reason)
             slot = None
         if slot is not None:
@@ -237,7 +237,7 @@ class CudaLaneExecutor:
         envs[self.home] = {**self._constants, **inputs}
         passed = {**self._constants, **given}
         seen = {} if held is not None else {v: sight(passed[v]) for v in self._held}
-        issue = _Issue(envs, seen, reading=[{} for _ in self.lanes], slot=slot, held=held)
+        issue = Issue(envs, seen, reading=[{} for _ in self.lanes], slot=slot, held=held)
         begin = current.record_event()
         for lane in self.lanes:
             lane.compute.wait_event(begin)
@@ -262,7 +262,7 @@ class CudaLaneExecutor:
             used_on(tensor, current)
         return finished
 
-    def _join(self, current: torch.cuda.Stream, issue: _Issue) -> None:
+    def _join(self, current: torch.cuda.Stream, issue: Issue) -> None:
         moved = [event for pair in issue.used for event in self.links[pair].drain()]
         for lane in self.lanes:
             current.wait_event(lane.compute.record_event())
@@ -271,7 +271,7 @@ class CudaLaneExecutor:
 
     # -- issuing
 
-    def _run_all(self, issue: _Issue) -> None:
+    def _run_all(self, issue: Issue) -> None:
         """Each lane in turn, as far as what it waits for has been issued; the program has no deadlock."""
         at = [0] * len(self.lanes)
         lists = [lane.instructions for lane in self.program.lanes]
@@ -288,7 +288,7 @@ class CudaLaneExecutor:
                 for storage in list(issue.reading[lane]):
                     self._settle(lane, storage, issue)
 
-    def _step(self, lane: int, at: int, instruction: Any, issue: _Issue) -> bool:
+    def _step(self, lane: int, at: int, instruction: Any, issue: Issue) -> bool:
         """Issue one instruction; False where it waits for a send that has not been issued."""
         env, streams, values = issue.envs[lane], self.lanes[lane], self.graph.values
         if isinstance(instruction, Run):
@@ -320,7 +320,7 @@ class CudaLaneExecutor:
             if key not in issue.mail:
                 if self.pace is not None:
                     self.pace.sent(lane, streams, instruction.to, instruction.value)
-                issue.mail[key] = _Posted(env[instruction.value], streams.compute.record_event())
+                issue.mail[key] = Posted(env[instruction.value], streams.compute.record_event())
                 issue.posted += 1
             return False
         elif isinstance(instruction, Recv):
@@ -335,7 +335,7 @@ class CudaLaneExecutor:
             name = f"signal {instruction.kernel}"
             if self.pace is not None:
                 self.pace.sent(lane, streams, instruction.to, name)
-            issue.mail[lane, instruction.to, name] = _Posted(None, streams.compute.record_event())
+            issue.mail[lane, instruction.to, name] = Posted(None, streams.compute.record_event())
         elif isinstance(instruction, Wait):
             name = f"signal {instruction.kernel}"
             posted = issue.mail.pop((instruction.source, lane, name), None)
@@ -356,7 +356,7 @@ class CudaLaneExecutor:
         del values
         return True
 
-    def _receive(self, lane: int, instruction: Recv, posted: _Posted, issue: _Issue) -> None:
+    def _receive(self, lane: int, instruction: Recv, posted: Posted, issue: Issue) -> None:
         env, streams = issue.envs[lane], self.lanes[lane]
         storage = self.graph.values[instruction.value].storage
         payload = posted.payload
@@ -393,16 +393,16 @@ class CudaLaneExecutor:
         source = self.graph.values[instruction.value].storage
         issue.reading[instruction.source].setdefault(source, []).append(done)
 
-    def _behind(self, lane: int, event: torch.cuda.Event, issue: _Issue) -> None:
+    def _behind(self, lane: int, event: torch.cuda.Event, issue: Issue) -> None:
         """What the lane does next of this request runs behind ``event``."""
         self.lanes[lane].compute.wait_event(event)
 
-    def _settle(self, lane: int, storage: str, issue: _Issue) -> None:
+    def _settle(self, lane: int, storage: str, issue: Issue) -> None:
         """What the lane does next runs behind the copies that still read ``storage`` of it."""
         for event in issue.reading[lane].pop(storage, ()):
             self.lanes[lane].compute.wait_event(event)
 
-    def _hold(self, lane: int, instruction: Hold, issue: _Issue) -> None:
+    def _hold(self, lane: int, instruction: Hold, issue: Issue) -> None:
         env, streams = issue.envs[lane], self.lanes[lane]
         home = issue.envs[self.home]
         for value in instruction.values:
@@ -421,7 +421,7 @@ class CudaLaneExecutor:
             if (lane, value) in self._writers:
                 issue.written_replicas.append((lane, value, use))
 
-    def _poison(self, lane: int, value: str, issue: _Issue) -> None:
+    def _poison(self, lane: int, value: str, issue: Issue) -> None:
         env, streams = issue.envs[lane], self.lanes[lane]
         tensor = env[value]
         if not isinstance(tensor, torch.Tensor):
@@ -441,7 +441,7 @@ def asks_the_host(node: torch.fx.Node) -> bool:
     return node.target is torch.ops.aten._local_scalar_dense.default or torch_compat.has_unbacked(node.meta.get("val"))
 
 
-def _unfit(inputs: dict[str, Any]) -> str:
+def unfit(inputs: dict[str, Any]) -> str:
     """Why these inputs cannot be copied into buffers of a slot; empty where they can."""
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and not value.is_cuda:

@@ -47,9 +47,9 @@ __device__ i64 now() {
 
 // Clocks are nanoseconds of %globaltimer. counts: a lane's steps and those that overran; totals: requests and their nanoseconds.
 __device__ void reach(i64* clock, i64 deadline, i64* counts) {
-  counts[0] += 1;
+  atomicAdd((u64*)counts, 1);
   i64 t = now();
-  if (t > deadline) { counts[1] += 1; *clock = t; return; }
+  if (t > deadline) { atomicAdd((u64*)(counts + 1), 1); *clock = t; return; }
   while (now() < deadline) __nanosleep(100);
   *clock = deadline;
 }
@@ -70,6 +70,38 @@ extern "C" __global__ void pace_sent(const i64* clock, i64* link, i64 ns, i64* a
 extern "C" __global__ void pace_received(i64* clock, const i64* arrival, i64* counts) {
   if (*arrival > *clock) reach(clock, *arrival, counts);
   else counts[0] += 1;
+}
+
+// Of many requests at once: a request's words say since when what a lane has of it is there, and when a transfer was sent and
+// arrived. A lane's stream alone writes its words, a link's the arrivals.
+extern "C" __global__ void clock_begin(i64* since, int lanes, i64* started) {
+  i64 t = now();
+  *started = t;
+  for (int i = 0; i < lanes; ++i) since[i] = t;
+}
+
+extern "C" __global__ void clock_ran(i64* clock, i64* since, i64 ns, i64* counts) {
+  if (*since > *clock) *clock = *since;
+  reach(clock, *clock + ns, counts);
+  *since = *clock;
+}
+
+extern "C" __global__ void clock_sent(const i64* since, i64* sent) { *sent = *since; }
+
+extern "C" __global__ void clock_moved(i64* link, const i64* sent, i64 ns, i64* arrived, i64* counts) {
+  i64 arrival = (*sent > *link ? *sent : *link) + ns, t = now();
+  atomicAdd((u64*)counts, 1);
+  if (t > arrival && ns) { atomicAdd((u64*)(counts + 1), 1); arrival = t; }
+  while (now() < arrival) __nanosleep(100);
+  *link = *arrived = arrival;
+}
+
+extern "C" __global__ void clock_taken(i64* since, const i64* arrived) { if (*arrived > *since) *since = *arrived; }
+
+extern "C" __global__ void clock_level(i64* clocks, int count, const i64* started) {
+  i64 last = *started;
+  for (int i = 0; i < count; ++i) if (clocks[i] > last) last = clocks[i];
+  for (int i = 0; i < count; ++i) clocks[i] = last;
 }
 
 extern "C" __global__ void pace_end(const i64* clocks, int lanes, const i64* started, i64* totals) {
@@ -104,7 +136,10 @@ def _argument(value: Any) -> Any:
     return ctypes.c_int64(value or 0)
 
 
-NAMES = ("move_bytes", "pace_begin", "pace_ran", "pace_sent", "pace_received", "pace_end")
+NAMES = (
+    "move_bytes", "pace_begin", "pace_ran", "pace_sent", "pace_received", "pace_end",
+    "clock_begin", "clock_ran", "clock_sent", "clock_moved", "clock_taken", "clock_level",
+)  # fmt: skip
 
 
 @functools.cache

@@ -164,6 +164,11 @@ class Learnt:
                 uses["object", id(value)] = True
         return uses
 
+    def only_reads(self, leaves: Leaves) -> bool:
+        """Whether calls like this one were seen, and none of them to write anything."""
+        known = self._kinds.get(leaves.kind)
+        return known is not None and not known.paths and not known.model
+
     def learn(self, leaves: Leaves, versions: Mapping[Path, int], written: Iterable[int]) -> bool:
         """Takes note of a call that has ended well; whether it was the first of its kind.
 
@@ -181,7 +186,7 @@ class Learnt:
                 known.paths.add(path)
         left -= {torch_compat.storage_key(t) for t in leaves.tensors.values() if t.layout == torch.strided}
         for path, value in leaves.objects.items():
-            held = list(_tensors_in(value))
+            held = list(tensors_in(value))
             if held:
                 known.paths.add(path)
                 left -= {torch_compat.storage_key(t) for t in held if t.layout == torch.strided}
@@ -194,7 +199,7 @@ def versions_of(leaves: Leaves) -> dict[Path, int]:
     return {p: t._version for p, t in leaves.tensors.items() if not t.is_inference()}
 
 
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors that ``value`` holds, a few attributes and containers deep."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -208,4 +213,4 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     else:
         inside = getattr(value, "__dict__", {}).values()
     for x in inside:
-        yield from _tensors_in(x, depth - 1)
+        yield from tensors_in(x, depth - 1)

@@ -122,10 +122,11 @@ class Residents:
 
     Args:
         memory: as of :class:`Replica`: the lane's name.
+        device: where the replicas lie, by default where their originals do.
     """
 
-    def __init__(self, memory: Hashable = None) -> None:
-        self._memory = memory
+    def __init__(self, memory: Hashable = None, device: torch.device | None = None) -> None:
+        self._memory, self._device = memory, device
         self._replicas: dict[tuple[object, ...], tuple[Any, Replica]] = {}
         self._sweep_at = 64
 
@@ -140,7 +141,7 @@ class Residents:
                 self._replicas = {k: v for k, v in self._replicas.items() if not v[0].expired()}
                 self._sweep_at = max(64, 2 * len(self._replicas))
             # The weak reference keeps the storage's identity, which is part of the place, from being reused.
-            found = self._replicas[seen.place] = (torch_compat.weak_storage(seen.source), Replica(memory=self._memory))
+            found = self._replicas[seen.place] = (torch_compat.weak_storage(seen.source), Replica(self._device, self._memory))
         return found[1]
 
     def bytes(self) -> int:

@@ -1,0 +1,109 @@
+"""The ways in which an engine can run a graph of CUDA lanes, and the lanes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from .passes.ir import Plan
+from .pipeline import CompiledGraph
+from .runtime.board import Order, Route
+from .runtime.codegen import Codegen
+from .runtime.cuda_clocks import Clocks
+from .runtime.cuda_dispatcher import CudaDispatcher
+from .runtime.cuda_requests import CudaRequests
+from .runtime.cuda_streams import apart, lane_streams
+from .runtime.monitor import Followed
+from .runtime.replicas import Residents
+from .ways import Way, Ways
+
+
+@dataclass(frozen=True)
+class Issuer:
+    """What serves the requests of one way: its route, without times, since lanes take what they take, and its program."""
+
+    route: Route
+    executor: CudaRequests
+
+
+class CudaWays(Ways):
+    """Of one graph; see :class:`Ways`.
+
+    Args:
+        dispatcher: of the engine.
+    """
+
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        plans: Sequence[Followed],
+        *,
+        inflight: int,
+        factor: float,
+        free_transfers: bool,
+        dispatcher: CudaDispatcher,
+    ) -> None:
+        self._real, self._dispatcher = graph, dispatcher
+        self._issuers: dict[int, Issuer] = {}
+        planned = cast(CompiledGraph, _Planned(graph))
+        super().__init__(planned, plans, inflight=inflight, factor=factor, free_transfers=free_transfers)
+
+    def issuer(self, way: Way) -> Issuer:
+        return self._issuers[id(way.executor)]
+
+    def reasons(self) -> dict[str, str]:
+        """Why segments and periods run uncaptured, by name."""
+        with self._lock:
+            return {what: why for issuer in self._issuers.values() for what, why in issuer.executor.reasons.items()}
+
+    def _way(self, name: str, plan: Plan) -> Way:
+        way = super()._way(name, plan)
+        if id(way.executor) not in self._issuers:
+            options = self._real.options
+            executor = apart(
+                lambda: CudaRequests(
+                    self._real.kernels,
+                    way.route.program,
+                    self._real.codegen,
+                    residents=self._dispatcher.residents,
+                    captured=bool(options.cuda_graphs),
+                    lanes=lane_names(self._real),
+                    transport=options.transport,
+                    clocks=self._dispatcher.clocks,
+                    times=way.route,
+                )
+            )
+            route = replace(way.route, run_time=None, transfer_time=_no_time)
+            self._issuers[id(way.executor)] = Issuer(route, executor)
+        return way
+
+
+class _Planned:
+    """A graph as the planner sees it: what CPU lanes would run of it is not compiled."""
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self._graph = graph
+        self.codegen = Codegen("null")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+
+def _no_time(value: str, source: int, target: int) -> float:
+    return 0.0
+
+
+def lane_names(graph: CompiledGraph) -> list[str]:
+    """The slices and GPUs that run a graph."""
+    emulated = graph.options.emulate_on
+    return emulated.split(",") if emulated else list(graph.cluster.names)
+
+
+def make_dispatcher(graph: CompiledGraph, order: Order, pipelined: bool) -> CudaDispatcher:
+    """Lanes for ``graph`` and all that run on its cluster."""
+    streams = lane_streams(lane_names(graph))
+    residents = [Residents(device=lane.device) for lane in streams]
+    factor = graph.options.pace
+    clocks = apart(lambda: Clocks(len(streams), streams[0].device, factor)) if factor else None
+    return CudaDispatcher(streams, residents, order=order, pipelined=pipelined, clocks=clocks)
