@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batches import Batch as Batch
     from .catalogue import make_cluster as make_cluster
     from .compiler import Backend
     from .compiler import explain as explain
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Batch",
     "Cluster",
     "Engine",
     "Options",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _WHERE = {
+    "Batch": ".batches",
     "Cluster": ".passes.cluster",
     "Engine": ".engine",
     "Options": ".options",

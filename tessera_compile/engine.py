@@ -20,17 +20,19 @@ import itertools
 import logging
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
+from .batches import Batch, Failed, run_together
 from .engine_stats import EngineStats, Record
 from .passes import torch_compat
-from .passes.errors import EngineError, EngineFullError, OptionsError
+from .passes.errors import EngineError, EngineFullError, OptionsError, TesseraWarning
 from .pipeline import CompiledGraph
 from .runtime.board import Order
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
@@ -75,13 +77,20 @@ class _Request:
         self.written: set[int] = set()
         self.tokens: list[float] = []
         self.abandoned: BaseException | None = None
+        self.key: Hashable | None = None  # Equal for requests that may be joined with it.
+        self.members: list[_Request] = []  # Those that its worker serves with it.
+        self.together: Sequence[_Request] = [self]  # Those that run in its call now, itself among them.
         self._settled = threading.Lock()
 
     def run(self, graph: CompiledGraph, args: list[Any]) -> list[Any]:
         """Called by a graph in the worker's thread."""
-        if self.abandoned is not None:
+        if self.abandoned is not None and self.given_up():
             raise self.abandoned
         return self.engine._run(self, graph, args)
+
+    def given_up(self) -> bool:
+        """Whether nobody waits for what runs in its call any more."""
+        return all(r.abandoned is not None for r in self.together)
 
     def settle(self, result: Any = None, error: BaseException | None = None) -> bool:
         """Sets the future, if nobody has yet."""
@@ -111,6 +120,7 @@ class Engine:
             2 % of the shortest periods with that many in flight.
         window_ms, beta, slo_ms: of the monitor (``runtime/monitor.py``): its window, when to change plan, and a target for the
             time from submit to result.
+        batch: which requests may be joined into one call, and how (``batches.py``); None: none.
         order, pipelined, free_transfers: for comparisons: serve segments by ``age`` or ``fifo``, one request at a time, or (of
             paced lanes) let transfers take no time.
 
@@ -131,6 +141,7 @@ class Engine:
         window_ms: float = 300.0,
         beta: float = 1.5,
         slo_ms: float | None = None,
+        batch: Batch | None = None,
         order: Literal["due", "age", "fifo"] = "due",
         pipelined: bool = True,
         free_transfers: bool = False,
@@ -158,6 +169,8 @@ class Engine:
         self._limit, self._refuse, self._timeout = queue, when_full == "refuse", timeout
         self._scheduling, self._order, self._pipelined = scheduling, order, pipelined
         self._free_transfers = free_transfers
+        self._batch = batch
+        self._unfit: set[Hashable] = set()  # Keys of requests that turned out not to divide.
         self._plans: tuple[Followed, ...] = ("latency", "throughput") if policy == "auto" else (policy,)
         self._monitor = Monitor(window=window_ms / 1e3, beta=beta, target=None if slo_ms is None else slo_ms / 1e3)
         if policy == "throughput":
@@ -215,6 +228,7 @@ class Engine:
         deadline = timeout if timeout is not None else self._timeout
         until = None if wait is None else time.monotonic() + wait
         made = (tuple(args), dict(kwargs or {}))
+        key = self._batch.key(*made) if self._batch is not None else None
         with self._lock:
             while not self._closing and len(self._queued) >= self._limit:
                 left = None if until is None else until - time.monotonic()
@@ -228,6 +242,7 @@ class Engine:
             if self._closing:
                 raise EngineError("this engine is closed; make another one")
             request = _Request(self, next(self._numbers), *made, None)
+            request.key = key
             if deadline is not None:
                 request.deadline = request.arrival + deadline
                 heapq.heappush(self._deadlines, (request.deadline, request.number, weakref.ref(request)))
@@ -337,7 +352,7 @@ class Engine:
                 mode = torch.inference_mode() if request.inference else contextlib.nullcontext()
                 before = versions_of(request.leaves)
                 with mode, torch.no_grad():
-                    result = self._compiled(*request.args, **request.kwargs)
+                    result = self._call(request)
                 error = None
             except BaseException as raised:
                 result, error, before = None, raised, {}
@@ -345,7 +360,60 @@ class Engine:
                 serve(None)
             self._over(request, before, error)
             request.settle(result, error)
+            request.members.clear()
             del request, result, error, before  # A waiting worker must not keep the last request's tensors alive.
+
+    def _call(self, request: _Request) -> Any:
+        """The result of a request; those that its worker serves with it get theirs here."""
+        if not request.members:
+            return self._compiled(*request.args, **request.kwargs)
+        assert self._batch is not None
+        before = [versions_of(r.leaves) for r in request.members]
+        answers: list[Any] = []
+        try:
+            answers, unfit = run_together(self._batch, self._compiled, [request, *request.members])
+            if unfit:
+                warnings.warn(unfit, TesseraWarning, stacklevel=2)
+                with self._lock:
+                    self._unfit.add(request.key)
+        finally:
+            answers = answers or [Failed(EngineError("the batch of this request could not be run"))] * (1 + len(before))
+            for other, versions, answer in zip(request.members, before, answers[1:], strict=True):
+                if other.execution == 0.0:  # It was not run alone.
+                    other.execution, other.alone, other.tokens = request.execution, request.alone, list(request.tokens)
+                error = answer.error if isinstance(answer, Failed) else None
+                self._over(other, versions, error)
+                other.settle(None if error is not None else answer, error)
+        if isinstance(answers[0], Failed):
+            raise answers[0].error
+        return answers[0]
+
+    def _join(self, request: _Request) -> None:
+        """Takes those that are to run in one call with ``request`` out of the queue."""
+        if self._batch is None or not self._joinable(request):
+            return
+        same = [
+            other
+            for number in sorted(self._ready)
+            if (other := self._queued.get(number)) is not None
+            and (other.key, other.inference) == (request.key, request.inference)
+            and self._joinable(other)
+        ]
+        for other in same[: self._batch.together(1 + len(same)) - 1]:
+            if other.future.set_running_or_notify_cancel():
+                self._start(other)
+                request.members.append(other)
+        self._counts["joined"] += 1 + len(request.members) if request.members else 0
+
+    def _joinable(self, request: _Request) -> bool:
+        return request.key is not None and request.key not in self._unfit and self._learnt.only_reads(request.leaves)
+
+    def _start(self, request: _Request) -> None:
+        del self._queued[request.number]
+        self._running[request.number] = request
+        self._room.notify()
+        request.started = time.monotonic()
+        request.following = self._monitor.following
 
     def _take(self) -> _Request | None:
         """The oldest request that may start; None: there will be none."""
@@ -355,11 +423,8 @@ class Engine:
                     request = self._queued.get(heapq.heappop(self._ready))
                     if request is None or not request.future.set_running_or_notify_cancel():
                         continue  # Given up: its callback takes it out.
-                    del self._queued[request.number]
-                    self._running[request.number] = request
-                    self._room.notify()
-                    request.started = time.monotonic()
-                    request.following = self._monitor.following
+                    self._start(request)
+                    self._join(request)
                     self._schedule()
                     return request
                 if self._closing and not self._queued:
@@ -432,8 +497,9 @@ class Engine:
                 if not request.future.set_running_or_notify_cancel():
                     return
                 self._drop(request.number, "late")
-        if request.settle(error=error) and self._dispatcher is not None:
-            self._dispatcher.abort(request.number, error)
+        together = request.together
+        if request.settle(error=error) and self._dispatcher is not None and request.given_up():
+            self._dispatcher.abort(together[0].number, error)
 
     # Graphs
 

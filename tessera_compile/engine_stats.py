@@ -42,6 +42,7 @@ class EngineStats:
     Attributes:
         queue_depth, in_flight: requests that wait and that run now.
         submitted, done, failed, cancelled, late, refused: requests so far; late ones ran out of time before they started.
+        joined: requests that were run in one call with others.
         policy: the plan that is followed, and ``scheduling`` how: dynamic or static. ``switches``: changes of plan.
         wait, run, total: ms from submit to start, from start to end, and both.
         first_token, per_token: ms from submit to a request's first token, and between two, where requests say ``mark_token``.
@@ -58,6 +59,7 @@ class EngineStats:
     cancelled: int
     late: int
     refused: int
+    joined: int
     policy: str
     scheduling: str
     switches: int
@@ -97,6 +99,7 @@ class EngineStats:
             counts.get("cancelled", 0),
             counts.get("late", 0),
             counts.get("refused", 0),
+            counts.get("joined", 0),
             policy,
             scheduling,
             switches,
@@ -145,6 +148,7 @@ class EngineStats:
             "Requests by what became of them.",
             {f'{{outcome="{name}"}}': getattr(self, name) for name in outcomes},
         )
+        metric("joined_requests_total", "counter", "Requests run in one call with others.", {"": self.joined})
         metric("policy_switches_total", "counter", "Changes of plan.", {"": self.switches})
         metric(
             "policy", "gauge", "1 for the plan that is followed.",
