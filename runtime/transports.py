@@ -32,9 +32,11 @@ from ..passes import torch_compat
 from ..passes.cluster import Cluster
 from ..passes.cluster import Link as Path
 from ..passes.errors import ClusterError, TesseraWarning
+from ..ptx_tools.footprints import Box
 from .cuda_streams import ISSUING, LaneStreams, capturing, lane_streams
 from .device_code import check, launch
 from .replicas import overlaps
+from .slices import part_views, room_for
 
 CHUNK = 4 << 20
 """Bytes of each of the two pinned buffers of a link."""
@@ -86,6 +88,7 @@ class Link:
         spread = not payload.is_contiguous() and overlaps(payload)
         if room is not None and not spread:
             return room, self.update(room, payload, [ready])
+        self.into.wait_event(ready)  # and so is part of the capture, if there is one, when it takes memory for it
         with torch.cuda.stream(self.into):
             if spread:  # expanded dimensions share elements: the span of memory that it covers
                 span = 1 + sum((size - 1) * stride for size, stride in zip(payload.shape, payload.stride(), strict=True))
@@ -95,6 +98,26 @@ class Link:
             else:
                 got = room = torch.empty_strided(payload.shape, payload.stride(), dtype=payload.dtype, device=self.target.device)
         return got, self.update(room, payload, [ready])
+
+    def fetch_parts(
+        self, payload: torch.Tensor, boxes: Sequence[Box], ready: torch.cuda.Event, room: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """As :meth:`fetch`, but only the ``boxes`` of the payload's bytes are moved; the others hold anything."""
+        self.into.wait_event(ready)  # as in fetch
+        if room is None:
+            with torch.cuda.stream(self.into):
+                room = room_for(payload, self.target.device)
+        return room, self.update_parts(room, payload, boxes, [ready])
+
+    def update_parts(
+        self, target: torch.Tensor, payload: torch.Tensor, boxes: Sequence[Box], after: Sequence[torch.cuda.Event]
+    ) -> torch.cuda.Event:
+        """As :meth:`update`, of the ``boxes`` alone."""
+        for view, source in zip(part_views(target, boxes), part_views(payload, boxes), strict=True):
+            # One may end on one stream, the next on the other.
+            self.into.wait_event(self.update(view, source, after))
+        end: torch.cuda.Event = self.into.record_event()
+        return end
 
     def _near(
         self, near: Callable[[Link, torch.Tensor], tuple[torch.cuda.Stream, Callable[[], torch.Tensor]]], payload: torch.Tensor,

@@ -37,6 +37,22 @@ def test_the_bytes_of_the_boxes_are_copied_and_no_others(dtype):
     assert torch.equal(got.contiguous().view(torch.uint8)[read.repeat_interleave(size, 1)], expected[0])
 
 
+def test_views_of_parts_are_of_the_storage_itself():
+    """Else ``record_stream`` does nothing for them: on a GPU the memory would be handed out while a link still reads it."""
+    tensor = torch.arange(35, dtype=torch.uint8)[1:]
+    (view,) = part_views(tensor, [Box(2, (3, 5), (10, 1))])
+    assert view.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    assert view.tolist() == [[3, 4, 5, 6, 7], [13, 14, 15, 16, 17], [23, 24, 25, 26, 27]]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.conj, lambda t: t.conj().imag])
+def test_numbers_that_are_conjugated_or_negated_as_they_are_read(change):
+    tensor = change(torch.randn(4, 6, dtype=torch.complex64))
+    size, step = tensor.element_size(), tensor.stride(0) * tensor.element_size()
+    got = own_part(tensor, [Box(0, (4, size), (step, 1))])
+    assert torch.equal(got[:, 0], tensor[:, 0])
+
+
 def model(x, w, a, b, c):
     q, k, v = (x @ w).chunk(3, -1)
     gate, up = (v @ a).chunk(2, -1)

@@ -9,8 +9,9 @@ import torch
 
 from tessera_compile import make_cluster
 from tessera_compile.passes.errors import ClusterError, TesseraWarning
+from tessera_compile.ptx_tools.footprints import Box
 from tessera_compile.runtime import transports
-from tessera_compile.runtime.cuda_streams import LaneStreams, lane_streams
+from tessera_compile.runtime.cuda_streams import LaneStreams, capturing, lane_streams
 from tessera_compile.runtime.transports import (
     CHUNK,
     as_bytes,
@@ -279,3 +280,55 @@ def test_the_faster_way_is_chosen_for_each_size(monkeypatch):
     capturing = True
     assert [peer._of(n).name for n in transports.SIZES] == ["kernel", "kernel", "engine", "engine"]
     assert report.chosen.path(captured=True).latency_us == 4.0
+
+
+@on_gpu
+def test_memory_of_parts_is_kept_until_they_are_there():
+    """What was sent in part is freed and its memory taken again while the link is still busy with something else."""
+    path = link("auto")
+    boxes = (Box(0, (64, 512), (2048, 1)), Box(1024, (64, 256), (2048, 1)))
+    for _ in range(20):
+        with torch.cuda.stream(path.source.compute):
+            payload = torch.randn(64, 512, device="cuda")
+            ready = path.source.compute.record_event()
+        torch.cuda.synchronize()
+        want = payload.cpu()
+        for stream in (path.out, path.into):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(5_000_000)
+        got, done = path.fetch_parts(payload, boxes, ready)
+        del payload
+        with torch.cuda.stream(path.source.compute):
+            junk = [torch.full((64, 512), float("nan"), device="cuda") for _ in range(4)]
+        done.synchronize()
+        arrived = got.cpu()
+        assert torch.equal(arrived[:, :128], want[:, :128])
+        assert torch.equal(arrived[:, 256:320], want[:, 256:320])
+        del junk
+
+
+@on_gpu
+@pytest.mark.parametrize("parts", [False, True])
+def test_what_is_fetched_in_a_capture_lies_in_the_graphs_memory(parts):
+    """Later allocations on the link's stream, from the general pool, do not get it."""
+    path = link("auto")
+    payload = torch.randn(96, 64, device="cuda").t()  # not contiguous
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with capturing(graph, stream):
+        if parts:
+            got, done = path.fetch_parts(payload, (Box(0, (payload.nbytes,), (1,)),), stream.record_event())
+        else:
+            got, done = path.fetch(payload, stream.record_event())
+        stream.wait_event(done)
+        result = got.clone()
+        for event in path.drain():
+            stream.wait_event(event)
+    place = got.data_ptr()
+    del got
+    with torch.cuda.stream(path.into):
+        later = [torch.empty(96 * 64, device="cuda") for _ in range(64)]
+    assert all(t.data_ptr() != place for t in later)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, payload)
