@@ -34,7 +34,6 @@ from .cuda_pacing import CudaPace
 from .cuda_streams import ISSUING, LaneStreams, apart, lane_streams
 from .replicas import Replica, Sighting, at_exit, overlaps, sight
 from .segment_graphs import Slot, copies_of
-from .slices import part_views, room_for
 from .transports import Link, make_link, used_on
 
 
@@ -366,23 +365,15 @@ class CudaLaneExecutor:
             return
         link = self.links[instruction.source, lane]
         issue.used.add((instruction.source, lane))
-        if instruction.boxes:
-            with torch.cuda.stream(link.into):
-                room = room_for(payload, streams.device)
-                if issue.slot is not None:
-                    room = issue.slot.buffer((lane, instruction.value), payload, streams.device)
-            env[instruction.value] = room
-            for part, source_part in zip(
-                part_views(room, instruction.boxes), part_views(payload, instruction.boxes), strict=True
-            ):
-                done = link.update(part, source_part, [posted.ready])
-            used_on(room, streams.compute)
-        elif storage == instruction.value:
+        if storage == instruction.value:
             room = None
             if issue.slot is not None:
                 with torch.cuda.stream(link.into):
                     room = issue.slot.buffer((lane, instruction.value), payload, streams.device)
-            env[instruction.value], done = link.fetch(payload, posted.ready, room)
+            if instruction.boxes:
+                env[instruction.value], done = link.fetch_parts(payload, instruction.boxes, posted.ready, room)
+            else:
+                env[instruction.value], done = link.fetch(payload, posted.ready, room)
             used_on(env[instruction.value], streams.compute)
         else:
             # A new version of state that lives here: in place, behind everything that reads the old one.
