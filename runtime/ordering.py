@@ -169,11 +169,6 @@ class Learnt:
         known = self._kinds.get(leaves.kind)
         return known is not None and not known.paths and not known.model
 
-    def only_reads(self, leaves: Leaves) -> bool:
-        """Whether calls like this one were seen, and none of them to write anything."""
-        known = self._kinds.get(leaves.kind)
-        return known is not None and not known.paths and not known.model
-
     def learn(self, leaves: Leaves, versions: Mapping[Path, int], written: Iterable[int]) -> bool:
         """Takes note of a call that has ended well; whether it was the first of its kind.
 
