@@ -1,14 +1,16 @@
-"""Lowered graph → the bytes of its values that each kernel reads, as far as the graph itself says.
+"""Lowered graph → the bytes that kernels read of values and write of state, as far as the graph itself says.
 
 A kernel whose nodes reach a value through views alone (a slice of packed heads, one half of a chunk) reads no more than what the
 views show, whatever code is generated for it: its result is a function of those elements. That is proof enough to leave the rest
-behind where the value crosses.
+behind where the value crosses. State that is overwritten through views (one slot of a cache) changes in what they show alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,21 +18,85 @@ from torch import fx
 from ..ptx_tools.footprints import Box
 from . import torch_compat
 from .ir import KernelGraph
-from .operators import is_free, is_scalar
+from .operators import is_free, is_scalar, packet, sources_through
 
 #: Runs of bytes that one reading may have; of more the value is taken whole.
 MOST_BOXES = 8
 
 
-def extents(graph: KernelGraph) -> dict[tuple[str, str], tuple[Box, ...]]:
-    """(kernel, value) → boxes that hold all bytes of the value that the kernel reads; byte 0 is the value's first element.
+@dataclass(frozen=True)
+class Extents:
+    """Boxes of bytes; byte 0 is a value's first element. Only what is less than the whole value is there, of fixed shapes.
 
-    Only pairs of which less than the whole value is read are there, and only values that are made by kernels, of fixed shape.
-    () is a kernel that takes the value and reads nothing of it but its sizes.
+    ``reads``: (kernel, value) → all bytes of the value, made by another kernel, that the kernel reads; () is a kernel that takes
+    the value and reads nothing of it but its sizes. ``writes``: new version of a graph input → all bytes in which it may differ
+    from the old content.
     """
-    module: fx.GraphModule | None = graph.module
-    if module is None:
-        return {}
+
+    reads: Mapping[tuple[str, str], tuple[Box, ...]] = field(default_factory=dict)
+    writes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+
+
+def extents(graph: KernelGraph) -> Extents:
+    """What the graph says; nothing of one that was read from JSON."""
+    if graph.module is None:
+        return Extents()
+    return Extents(_reads(graph, graph.module), _writes(graph, graph.module))
+
+
+def _writes(graph: KernelGraph, module: fx.GraphModule) -> dict[str, tuple[Box, ...]]:
+    nodes = {n.name: n for n in module.graph.nodes}
+    found = {}
+    for name, version in graph.mutated.items():
+        if not _plain(nodes[name]) or graph.producer(version) is None:
+            continue
+        base = nodes[name].meta["val"]
+        shown = [box_of(view, base) for view in _changed(nodes[version].args[1], base, nodes[name])]
+        boxes = tuple(dict.fromkeys(b for b in shown if b is not None and b.nbytes))
+        kept = _outermost(boxes)
+        if None not in shown and 0 < len(kept) <= MOST_BOXES and sum(b.nbytes for b in kept) < graph.values[name].bytes:
+            found[version] = kept
+    return found
+
+
+def _changed(node: Any, place: torch.Tensor, state: fx.Node) -> list[torch.Tensor]:
+    """Views of ``state`` in which ``node``, that is to stand where its view ``place`` is, may differ from what is there."""
+    if not isinstance(node, fx.Node):
+        return [place]
+    val = node.meta.get("val")
+    if node is state or (node.op == "call_function" and is_free(node)):
+        (source, *others) = sources_through(node) or [None]
+        if others or not isinstance(source, fx.Node) or not _shows(node, source, place, state):
+            return [place]
+        # A view of a newer version shows no more changes than that version has.
+        return [] if source is state else _changed(source, state.meta["val"], state)
+    if packet(node) in _VIEW_OF and isinstance(val, torch.Tensor) and val.shape == place.shape:
+        inside, source, *where = node.args
+        view = _VIEW_OF[packet(node)](place, *where, **node.kwargs)
+        return [*_changed(inside, place, state), *_changed(source, view, state)]
+    return [place]
+
+
+#: Operators that write into what a view shows → the view.
+_VIEW_OF: dict[str, Callable[..., torch.Tensor]] = {
+    "aten.slice_scatter": torch.ops.aten.slice.Tensor,
+    "aten.select_scatter": torch.ops.aten.select.int,
+    "aten.diagonal_scatter": torch.ops.aten.diagonal.default,
+}
+
+
+def _shows(node: fx.Node, source: fx.Node, place: torch.Tensor, state: fx.Node) -> bool:
+    """Whether ``node`` shows of ``source`` what ``place`` shows of the state, elements in the same places."""
+    val, of, whole = node.meta.get("val"), source.meta.get("val"), state.meta["val"]
+    if not isinstance(val, torch.Tensor) or not isinstance(of, torch.Tensor):
+        return False
+    if torch_compat.storage_key(val) != torch_compat.storage_key(of) or (of.shape, of.stride()) != (whole.shape, whole.stride()):
+        return False
+    offset, expected = val.storage_offset() - of.storage_offset(), place.storage_offset() - whole.storage_offset()
+    return (val.shape, val.stride(), offset) == (place.shape, place.stride(), expected)
+
+
+def _reads(graph: KernelGraph, module: fx.GraphModule) -> dict[tuple[str, str], tuple[Box, ...]]:
     nodes = {n.name: n for n in module.graph.nodes}
     found: dict[tuple[str, str], tuple[Box, ...]] = {}
     for kernel in graph.kernels:
@@ -49,7 +115,7 @@ def extents(graph: KernelGraph) -> dict[tuple[str, str], tuple[Box, ...]]:
                     whole = whole or read is None
                     boxes.update(dict.fromkeys(read or ()))
             if not whole and len(boxes) <= MOST_BOXES:
-                kept = tuple(b for b in boxes if not any(b != other and _holds(other, b) for other in boxes))
+                kept = _outermost(tuple(boxes))
                 if sum(b.nbytes for b in kept) < value.bytes:
                     found[kernel.name, name] = kept
     return found
@@ -105,6 +171,10 @@ def box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
         return None
     outer.reverse()
     return Box(start, (*(n for _, n in outer), run), (*(s for s, _ in outer), 1))
+
+
+def _outermost(boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+    return tuple(b for b in boxes if not any(b != other and _holds(other, b) for other in boxes))
 
 
 def _holds(outer: Box, inner: Box) -> bool:

@@ -1,7 +1,8 @@
 """Which bytes of a value go to those who read only some of them: one rule for what the planner counts and what programs send.
 
 The readers of a value are grouped: two that read a byte in common are in one group. A group's boxes cross once to each device
-that has one of its readers. Where a reader needs all of it, or the caller does, there is one group and it is sent whole.
+that has one of its readers. Where a reader needs all of it, or the caller does, there is one group and it is sent whole. Of a new
+version of a graph input goes what it changes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def parts(ddg: nx.DiGraph, value: str) -> tuple[Part, ...]:
     readers = graph.readers(value)
     entry = graph.values[value]
     whole = (Part((), entry.bytes, readers),)
-    if made_by is None or entry.storage != value or value in graph.output_values or value in graph.mutated.values():
+    if entry.storage != value:
+        changed: Mapping[str, tuple[Box, ...]] = ddg.graph.get("writes", {})
+        boxes = changed.get(value, ())
+        return (Part(boxes, sum(b.nbytes for b in boxes) or entry.bytes, readers),)
+    if made_by is None or value in graph.output_values or value in graph.mutated.values():
         return whole
     read: dict[str, tuple[Box, ...]] = {}
     for reader in readers:

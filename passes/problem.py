@@ -121,7 +121,8 @@ def make_problem(ddg: nx.DiGraph, profile: Profile, cluster: Cluster, *, infligh
                 flows.append(Flow(value.name, value.bytes, at, readers, False))
         elif value.storage != value.name:
             if final[value.storage] == value.name:
-                flows.append(Flow(value.name, value.bytes, index[made_by or ""], (), True))
+                (part,) = parts(ddg, value.name)
+                flows.append(Flow(value.name, part.bytes, index[made_by or ""], (), True))
         elif value.origin == "state":
             readers = tuple(r for r in readers if r != writer[value.name])
             if readers:

@@ -16,7 +16,7 @@ tells of undeclared writes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -24,7 +24,7 @@ import networkx as nx
 from ..ptx_tools.footprints import Box, Footprint, Intervals
 from .dependence import STRENGTH, add_edge
 from .errors import ProfileError, TesseraWarning
-from .extents import MOST_BOXES
+from .extents import MOST_BOXES, Extents
 from .ir import Dependence, DependenceKind, Kernel, KernelGraph
 
 NOTHING = Intervals.of([])
@@ -65,17 +65,18 @@ class _Access:
 
 
 def refine(
-    ddg: nx.DiGraph, footprints: Mapping[str, Footprint], extents: Mapping[tuple[str, str], Sequence[Box]] | None = None
+    ddg: nx.DiGraph, footprints: Mapping[str, Footprint], extents: Extents | None = None
 ) -> nx.DiGraph:
     """A refined copy of ``ddg``.
 
     ``graph["refinement"]`` of it is the :class:`Refinement`; ``graph["reads"]`` has, by (kernel, value), the boxes that the
-    kernel reads of a value that another made, where they are few and less than all of it.
+    kernel reads of a value that another made, where they are few and less than all of it; ``graph["writes"]``, by new version of
+    a graph input, the boxes in which it may differ from the old content.
 
     Args:
         footprints: kernel → what a launch of it touches. Its buffers are named after values of the graph (``Footprint.renamed``),
             and byte 0 of a buffer is the first byte of the value. A value that it does not name is as the schema says.
-        extents: (kernel, value) → boxes beyond which the kernel reads nothing of the value, from :func:`extents.extents`.
+        extents: what the graph's views say, from :func:`extents.extents`.
 
     Raises ProfileError where a footprint is of no kernel of the graph, or names no value of it.
     """
@@ -88,14 +89,15 @@ def refine(
         for buffer in footprint.buffers:
             storage = graph.values[buffer.name].storage
             sizes[storage] = max([sizes[storage], *buffer.reads.ends[-1:].tolist(), *buffer.writes.ends[-1:].tolist()])
-    for (_, name), boxes in (extents or {}).items():
+    extents = extents or Extents()
+    for name, boxes in [*((value, boxes) for (_, value), boxes in extents.reads.items()), *extents.writes.items()]:
         storage = graph.values[name].storage
         sizes[storage] = max([sizes[storage], *(int(b.intervals().ends[-1]) for b in boxes if b.nbytes)])
     storages: dict[str, list[_Access]] = {}
     seen: set[str] = set()
     read: dict[tuple[str, str], tuple[Box, ...]] = {}
     for kernel in graph.kernels:
-        for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), extents or {}, sizes):
+        for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), extents, sizes):
             storages.setdefault(storage, []).append(access)
             if known:
                 seen.add(storage)
@@ -115,7 +117,7 @@ def refine(
     refined.add_nodes_from(ddg.nodes(data=True))
     for (before, after), deps in found.items():
         add_edge(refined, before, after, tuple(sorted(deps, key=lambda d: STRENGTH[d.kind])))
-    refined.graph["refinement"], refined.graph["reads"] = _compare(ddg, refined), read
+    refined.graph.update(refinement=_compare(ddg, refined), reads=read, writes=dict(extents.writes))
     return refined
 
 
@@ -137,7 +139,7 @@ def _accesses(
     graph: KernelGraph,
     kernel: Kernel,
     footprint: Footprint | None,
-    extents: Mapping[tuple[str, str], Sequence[Box]],
+    extents: Extents,
     sizes: Mapping[str, int],
 ) -> list[tuple[str, _Access, bool]]:
     """By storage, what the kernel does there, and whether a footprint says so."""
@@ -154,9 +156,13 @@ def _accesses(
         whole = Intervals.of([(0, sizes[storage])])
         reads, writes = whole if storage in takes else NOTHING, whole if storage in makes else NOTHING
         surely, evidence, known = writes, "schema", False
-        shown = extents.get((kernel.name, takes.get(storage, "")))
+        shown = extents.reads.get((kernel.name, takes.get(storage, "")))
         if shown is not None and storage not in makes:
             reads, evidence, known = Intervals.of(i for box in shown for i in box.intervals()), "extent", True
+        changed = extents.writes.get(makes.get(storage, ""))
+        if changed is not None:
+            writes = surely = Intervals.of(i for box in changed for i in box.intervals())
+            evidence, known = "extent", True
         if storage in told:
             if holds:
                 (reads, writes), evidence, known = told[storage], "footprint", True

@@ -22,7 +22,6 @@ import networkx as nx
 from ..ptx_tools.footprints import Box
 from .errors import PlanError
 from .ir import Free, Hold, Instruction, KernelGraph, Lane, Out, Plan, Program, Recv, Run, Send, Signal, Wait, segment_values
-
 from .parts import parts
 
 
@@ -137,7 +136,8 @@ def _events(
             there = parts(ddg, name) if any(target != lane for target in targets) else ()
             for target in targets:
                 if target != lane:
-                    boxes = tuple(b for p in there if any(lane_of[r] == target for r in p.readers) for b in p.boxes)
+                    version = graph.values[name].storage != name
+                    boxes = tuple(b for p in there if version or any(lane_of[r] == target for r in p.readers) for b in p.boxes)
                     at = transfer(name, number, lane, target, needed_first(readers, target), boxes)
                     arrives[target] = min(at, arrives.get(target, end))
         for kernel in kernels:

@@ -22,7 +22,7 @@ import networkx as nx
 from ..ptx_tools.footprints import Intervals
 from .errors import ProgramError
 from .ir import Free, Hold, Instruction, KernelGraph, Lane, Out, Plan, Program, Recv, Run, Send, Signal, Wait, segment_values
-from .parts import reads
+from .parts import parts, reads
 
 
 def verify(program: Program, ddg: nx.DiGraph, plan: Plan) -> None:
@@ -235,7 +235,10 @@ class _Machine:
             if instruction.boxes:
                 self.came[target][value] = Intervals.of(i for b in instruction.boxes for i in b.intervals())
         elif instruction.boxes:
-            raise self._error(target, instruction, f"{value} updates {storage}, of which a part is no whole version")
+            sent, (part,) = Intervals.of(i for b in instruction.boxes for i in b.intervals()), parts(self.ddg, value)
+            changed = Intervals.of(i for b in part.boxes for i in b.intervals())
+            if not part.boxes or not changed.issubset(sent) or self.memory[target].get(storage) != storage:
+                raise self._error(target, instruction, f"this part of {value} does not make it of what lane {target} has")
         elif storage not in self.memory[target]:
             raise self._error(target, instruction, f"lane {target} does not hold {storage}, which {value} updates")
         self.memory[target][storage] = value

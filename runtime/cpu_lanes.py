@@ -23,7 +23,7 @@ from .codegen import Codegen, Compiled, constants, lookup
 from .lane_pool import shared_pool
 from .pacing import Pace, PacedRequest
 from .replicas import Replica, Sighting, at_exit, own_copy, sight
-from .slices import own_part
+from .slices import own_part, update_part
 from .state_homes import HOMES
 
 
@@ -206,7 +206,10 @@ class CpuLaneExecutor:
                     env[instruction.value] = own_part(payload, boxes) if boxes else own_copy(payload)
                 else:
                     request.settle(lane, storage)
-                    env[storage].copy_(posting.payload)
+                    if instruction.boxes:
+                        update_part(env[storage], posting.payload, instruction.boxes)
+                    else:
+                        env[storage].copy_(posting.payload)
                     env[instruction.value] = env[storage]
                 posting.payload = None
                 posting.taken.set()

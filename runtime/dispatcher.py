@@ -29,7 +29,7 @@ from .cpu_lanes import CpuLaneExecutor
 from .lane_pool import LanePool
 from .pacing import Emulation
 from .replicas import Replica, Residents, Sighting, at_exit, own_copy
-from .slices import own_part
+from .slices import own_part, update_part
 
 
 class _Load:
@@ -276,7 +276,10 @@ class Dispatcher:
             if storage == x.value:
                 env[x.value] = own_part(payload, x.boxes) if x.boxes else own_copy(payload)
             else:
-                env[storage].copy_(payload)
+                if x.boxes:
+                    update_part(env[storage], payload, x.boxes)
+                else:
+                    env[storage].copy_(payload)
                 env[x.value] = env[storage]
         else:
             assert isinstance(x, Hold)

@@ -125,6 +125,7 @@ class GraphReport:
             "kernels": json.loads(self.kernels.to_json()),
             "ddg": edges,
             "reads": [[*key, [asdict(b) for b in boxes]] for key, boxes in self.ddg.graph.get("reads", {}).items()],
+            "writes": [[value, [asdict(b) for b in boxes]] for value, boxes in self.ddg.graph.get("writes", {}).items()],
             "refinement": None if self.refinement is None else asdict(self.refinement),
             "profile": json.loads(self.profile.to_json()),
             "plan": json.loads(self.plan.to_json()),
@@ -213,6 +214,7 @@ class Report:
             for before, after, raw in g["ddg"]:
                 add_edge(ddg, before, after, tuple(map(_dependence, raw)))
             ddg.graph["reads"] = {(kernel, value): _boxes(boxes) for kernel, value, boxes in g.get("reads", ())}
+            ddg.graph["writes"] = {value: _boxes(boxes) for value, boxes in g.get("writes", ())}
             if refined := g.get("refinement"):
                 changed = {n: tuple((a, b, _dependence(d)) for a, b, d in refined[n]) for n in ("removed", "added")}
                 ddg.graph["refinement"] = Refinement(**{**refined, **changed})

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from tessera_compile.passes import depend, refine
+from tessera_compile.passes import depend, lower, refine
 from tessera_compile.passes.extents import box_of, extents
 from tessera_compile.passes.parts import parts
 from tessera_compile.ptx_tools.footprints import Box, Intervals
@@ -72,11 +73,11 @@ def test_packed_heads():
     made = graph.kernels[0].outputs[0]
     found = extents(graph)
     readers = graph.readers(made)
-    assert [found[r, made] for r in readers] == [(Box(16 * i, (6, 16), (48, 1)),) for i in range(3)]
+    assert [found.reads[r, made] for r in readers] == [(Box(16 * i, (6, 16), (48, 1)),) for i in range(3)]
     ddg = refine(depend(graph), {}, found)
     for reader in readers:
         (dep,) = [d for d in ddg.edges[graph.kernels[0].name, reader]["deps"] if d.value == made]
-        assert (dep.bytes, dep.evidence, dep.boxes) == (96, "extent", found[reader, made])
+        assert (dep.bytes, dep.evidence, dep.boxes) == (96, "extent", found.reads[reader, made])
     assert {p.readers for p in parts(ddg, made)} == {(r,) for r in readers}
     assert [p.bytes for p in parts(ddg, made)] == [96, 96, 96]
     refinement = ddg.graph["refinement"]
@@ -164,3 +165,68 @@ def t(box: Box) -> str:
     return "+".join(
         [str(box.start), *(f"{n}x{s}" for n, s in zip(box.shape[:-1], box.strides[:-1], strict=True)), str(box.shape[-1])]
     )
+
+
+def cached(x, w, cache):
+    k = x @ w  # 2 × 4
+    cache[:, 3] = k
+    scores = cache[:, :4] @ w
+    return scores.sum(0)
+
+
+@pytest.mark.parametrize("static", [[1], []])
+def test_a_slot_of_a_cache(static):
+    args = [torch.randn(2, 4), torch.randn(4, 4), torch.zeros(2, 8, 4)]
+    graph = functional(cached, args, static)
+    (version,) = graph.mutated.values()
+    found = extents(graph)
+    assert found.writes == {version: (Box(3 * 16, (2, 16), (8 * 16, 1)),)}
+    ddg = refine(depend(graph), {}, found)
+    (part,) = parts(ddg, version)
+    assert (part.bytes, part.boxes) == (32, found.writes[version])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["slice", "select", "nested", "all", "diagonal"]), st.integers(0, 3), st.integers(1, 4)),
+        max_size=3,
+    )
+)
+def test_what_a_new_version_changes(writes):
+    """Against the elements that differ when every written value is new."""
+
+    def f(state):
+        for how, start, length in writes:
+            if how == "slice":
+                state[:, start : start + length].add_(1)
+            elif how == "select":
+                state[start].add_(1)
+            elif how == "nested":
+                state[start:][:, :length].add_(1)
+            elif how == "diagonal":
+                state.diagonal(0, 0, 1).add_(1)
+            else:
+                state.add_(1)
+        return state.sum()
+
+    graph = functional(f, [torch.zeros(4, 6, 2)])
+    state = torch.zeros(4, 6, 2)
+    f(state)
+    changed = state != 0
+    truth = Intervals.of((4 * i, 4 * i + 4) for i, c in enumerate(changed.flatten().tolist()) if c)
+    found = extents(graph)
+    if not graph.mutated:
+        return
+    (version,) = graph.mutated.values()
+    boxes = found.writes.get(version)
+    if boxes is not None:
+        assert truth.issubset(Intervals.of(i for b in boxes for i in b.intervals()))
+    if len(writes) == 1 and writes[0][0] != "all" and truth.nbytes < 4 * 6 * 2 * 4:
+        assert boxes is not None
+        assert Intervals.of(i for b in boxes for i in b.intervals()) == truth
+
+
+def functional(f, args, static=()):
+    """Traced as the compiler's graphs are: functional, copies into inputs last."""
+    return lower(make_fx(torch.func.functionalize(f))(*args), args, static_inputs=static)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tessera_compile.catalogue import make_cluster
-from tessera_compile.passes import depend, partition, refine, schedule, verify
+from tessera_compile.passes import depend, lower, partition, refine, schedule, verify
 from tessera_compile.passes.errors import ProgramError
 from tessera_compile.passes.extents import extents
 from tessera_compile.passes.ir import Program, Send
@@ -114,3 +115,52 @@ def test_a_part_that_is_too_small_is_refused():
                         verify(changed, ddg, plan)
                     refused += 1
     assert refused > 5
+
+
+def step(x, w, cache):
+    k = x @ w
+    cache[:, 3] = k
+    cache[:1, 5:] = k.sum()
+    return (cache[:, :4] @ w).sum(0) + x[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_state_that_changes_in_part_returns_in_part(seed):
+    torch.manual_seed(1)
+    x, w, cache = torch.randn(2, 4), torch.randn(4, 4), torch.randn(2, 8, 4)
+    graph = lower(make_fx(torch.func.functionalize(step))(x, w, cache), [x, w, cache])
+    ddg = refine(depend(graph), {}, extents(graph))
+    cluster = make_cluster("3xcpu")
+    times = model_profile(graph, cluster.devices)
+    placement = place(f"random:{seed}", ddg, times, cluster)
+    plan = partition(ddg, times, cluster, placement=placement, planner="test")
+    program = schedule(ddg, plan)
+    verify(program, ddg, plan)
+    (version,) = graph.mutated.values()
+    home = [x for _, _, x in program if isinstance(x, Send) and x.value == version]
+    assert all(x.bytes(graph) == 2 * 16 + 3 * 16 for x in home)
+    mine, expected = cache.clone(), cache.clone()
+    run = CpuLaneExecutor(graph, program, Codegen("eager"), threads=1, poison=True)
+    for _ in range(3):
+        got, want = run([x, w, mine]), step(x, w, expected)
+        torch.testing.assert_close(got[0], want)
+        torch.testing.assert_close(mine, expected)
+    if home:
+        (sent,) = home
+        text = program.to_text()
+        part = sent.to_text().split()[1]
+        with pytest.raises(ProgramError, match="does not make it of what"):
+            verify(Program.from_text(text.replace(part, part.partition(",")[0] + "]")), ddg, plan)
+
+
+def test_some_placement_writes_the_state_elsewhere():
+    """Or the test above would say little."""
+    graph = lower(
+        make_fx(torch.func.functionalize(step))(*(a := [torch.randn(2, 4), torch.randn(4, 4), torch.randn(2, 8, 4)])), a
+    )
+    ddg, cluster = depend(graph), make_cluster("3xcpu")
+    times = model_profile(graph, cluster.devices)
+    (version,) = graph.mutated.values()
+    writer = graph.producer(version)
+    homes = {place(f"random:{seed}", ddg, times, cluster)[writer] for seed in range(12)}
+    assert len(homes) > 1
