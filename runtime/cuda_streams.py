@@ -19,6 +19,7 @@ import torch
 from ..passes import torch_compat
 from ..passes.errors import ClusterError
 from .device_code import check
+from .lane_pool import errand
 
 ISSUING = threading.RLock()
 """Held while anything is enqueued on streams of lanes: executors share them, and a capture takes in what others enqueue."""
@@ -149,20 +150,8 @@ def _stream_of(context: Any, device: torch.device) -> torch.cuda.Stream:
 
 def apart(function: Callable[[], Any]) -> Any:
     """Call in a thread of its own: this one may be inside the fake tensor mode of a compilation, or on another stream."""
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
-    inference = torch.is_inference_mode_enabled()
-
-    def job() -> None:
-        try:
-            with torch.inference_mode(inference), torch.no_grad():
-                outcome.append(function())
-        except BaseException as error:
-            failure.append(error)
-
+    job, outcome = errand(function)
     thread = threading.Thread(target=job, name="tessera-apart")
     thread.start()
     thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return outcome.result()

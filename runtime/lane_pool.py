@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -86,3 +87,19 @@ def _in_fresh_thread(function: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return result[0]
+
+
+def errand(function: Callable[[], T]) -> tuple[Job, Future[T]]:
+    """A job that calls ``function`` in another thread as this one would, in inference mode or not, and without gradients; and
+    what comes of it."""
+    outcome: Future[T] = Future()
+    inference = torch.is_inference_mode_enabled()
+
+    def job() -> None:
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    return job, outcome

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import statistics
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from ..passes.cluster import Cluster, Device
 from ..passes.errors import TesseraWarning
 from ..passes.ir import Kernel, KernelGraph, Profile, Timing
 from .codegen import Codegen, Compiled, constants, first_line, lookup
-from .lane_pool import shared_pool
+from .lane_pool import errand, shared_pool
 from .profile_cache import ProfileCache, setting
 from .roofline import model_profile, roofline_us
 from .weights import present
@@ -191,25 +190,9 @@ class _Timer:
 
     def _on_lane(self, function: Callable[[], Any]) -> Any:
         """Calls ``function`` in the pool's first lane and hands on what it returns or raises."""
-        outcome: list[Any] = []
-        failure: list[BaseException] = []
-        done = threading.Event()
-        inference = torch.is_inference_mode_enabled()
-
-        def job() -> None:
-            try:
-                with torch.inference_mode(inference), torch.no_grad():
-                    outcome.append(function())
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                done.set()
-
+        job, outcome = errand(function)
         self.pool.submit([job] + [lambda: None] * (self.pool.count - 1))
-        done.wait()
-        if failure:
-            raise failure[0]
-        return outcome[0]
+        return outcome.result()
 
 
 def _time(compiled: Compiled, inputs: Sequence[Any]) -> Timing:

@@ -136,7 +136,25 @@ class Backend:
     ) -> Callable[..., Any]:
         if options or mode:
             raise TypeError("this backend object has its options already; give them to tessera_compile.backend(…)")
+        return self.compile(gm, example_inputs)
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What runs the graph."""
         return _compile(gm, example_inputs, self.options, _graphs_of(torch_compat.calling_compile()))
+
+
+class CollectingBackend(Backend):
+    """Keeps what it has compiled in ``graphs``. Equal to no other backend."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.graphs: list[Entry] = []
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def tessera(
@@ -215,27 +233,10 @@ def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | No
     return run
 
 
-class _Explaining(Backend):
-    """Collects reports, and works on copies of whatever the graphs overwrite. Equal to no other backend."""
+class _Explaining(CollectingBackend):
+    """Collects reports, and works on copies of whatever the graphs overwrite."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.graphs: list[Entry] = []
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        options: Mapping[str, Any] | None = None,
-        mode: str | None = None,
-    ) -> Callable[..., Any]:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _compile(gm, example_inputs, self.options, self.graphs, untouched=True)
 
 

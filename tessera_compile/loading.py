@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .compiler import Backend, Entry, _compile, _report_of
+from .compiler import CollectingBackend, Entry, _compile, _report_of
 from .options import Options
 from .passes import torch_compat
 from .passes.errors import LoadError, OptionsError, PlanError
@@ -285,29 +285,15 @@ def _complaint(model: str, problems: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-class _LoadingBackend(Backend):
-    """Compiles the graphs of one loaded model. Equal to no other backend: its graphs are of these weights."""
+class _LoadingBackend(CollectingBackend):
+    """Compiles the graphs of one loaded model: its graphs are of these weights."""
 
     def __init__(self, options: Options, weights: Sequence[Weight], placement: _Placement) -> None:
         super().__init__(options)
-        self.graphs: list[Entry] = []
         self.weights = {id(w.stand_in): w for w in weights}
         self._placement = placement
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        options: Mapping[str, Any] | None = None,
-        mode: str | None = None,
-    ) -> Callable[..., Any]:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = LoadedGraph(self.weights, self._placement)
         run = _compile(gm, graph.examples(example_inputs), self.options, self.graphs, loaded=graph)
 
