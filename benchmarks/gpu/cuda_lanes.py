@@ -8,7 +8,8 @@ A Llama of 1B-class shapes (four layers, bf16, random weights) and two slices of
 - ``placements``: fifty random placements from one lowering, both policies;
 - ``diamond``: 1,000 replays of two branches that sleep, with churned allocations, bit for bit;
 - ``contention``: what kernels take while the other slice is busy, over their time alone;
-- ``emulated``: a modelled A100 and L40S, paced on the slices: one request's time over the plan's prediction.
+- ``emulated``: a modelled A100 and L40S, paced on the slices: one request's time over the plan's prediction;
+- ``models``: the models of the test suite at realistic sizes against eager, one process each (``models.py``).
 """
 
 from __future__ import annotations
@@ -16,27 +17,23 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.models import MODELS, SLICES, make
 from tessera_compile.compiler import executors, report
-
-SLICES = "cuda:0/56sm,cuda:0/64sm"
 
 
 def llama() -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=1024,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to(torch.bfloat16).cuda()
+    return make("llama", torch.device("cuda:0")).model
 
 
 def timed(run: Callable[[], Any], repeats: int = 30, warm: int = 5) -> float:
@@ -302,7 +299,8 @@ def contention() -> dict[str, Any]:
 def emulated() -> dict[str, Any]:
     rows: dict[str, Any] = {}
     print()
-    for length, pace in ((8, 8.0), (512, 16.0)):
+    pace = 16.0  # at 8 some steps of 8 tokens are late
+    for length in (8, 512):
         model, ids = llama(), torch.randint(0, 32000, (1, length), device="cuda")
         for policy in ("latency", "throughput"):
             torch._dynamo.reset()
@@ -333,6 +331,46 @@ def emulated() -> dict[str, Any]:
     return rows
 
 
+def models(most_seconds: float = 190.0, tiny: bool = False) -> dict[str, Any]:
+    """All at once: nothing is timed but compilation, and most of that runs on one core."""
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // 4))}
+
+    def row_of(name: str) -> tuple[str, list[str]]:
+        """The line that it prints, and of a model that fails why."""
+        command = [sys.executable, "-m", "benchmarks.gpu.models", name, *(["--tiny"] if tiny else [])]
+        try:
+            done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=most_seconds)
+        except subprocess.TimeoutExpired:
+            return "", [f"not done after {most_seconds:.0f} s"]
+        if done.returncode:
+            return "", done.stderr.strip().splitlines()[-12:]
+        return done.stdout.strip().splitlines()[-1], []
+
+    with ThreadPoolExecutor(len(MODELS)) as pool:
+        said = dict(zip(MODELS, pool.map(row_of, MODELS), strict=True))
+    rows: dict[str, Any] = {}
+    print("\nlargest difference        uncompiled, random placement            compiled by Inductor")
+    print("model         from eager  from lowered (on slices)    alone  throughput, replayed   latency, replayed  largest output")
+    for name, (line, failed) in said.items():
+        if failed:
+            rows[name] = {"failed": failed}
+            print(f"{name:12} failed: {' | '.join(failed[-3:])}")
+            continue
+        row = rows[name] = json.loads(line)
+        plain = [row["uncompiled"][policy] for policy in ("throughput", "latency")]
+        lowered = max(p["from_lowered"] for p in plain)
+        slices = max((p["from_lowered_on_slices"] for p in plain if "from_lowered_on_slices" in p), default=lowered)
+        both = [f"{row[p]['from_eager']:9.2g}, {row[p]['from_eager_replayed']:8.2g}" for p in ("throughput", "latency")]
+        eager = max(p["from_eager"] for p in plain)
+        alone = row["inductor"]["from_eager"]
+        reasons = "; ".join(sorted({*row["throughput"]["uncaptured"], *row["latency"]["uncaptured"]}))
+        print(
+            f"{name:12}{eager:12.2g}{lowered:14.2g} ({slices:8.2g}){alone:9.2g}  {both[0]}  {both[1]}  "
+            f"{row['largest_output']:14.3g}  {reasons}"
+        )
+    return rows
+
+
 SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "crossings": crossings,
     "decode": lambda: model_times(8),
@@ -341,6 +379,7 @@ SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "diamond": diamond,
     "contention": contention,
     "emulated": emulated,
+    "models": models,
 }
 
 
