@@ -10,12 +10,14 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import fx
+
+from .errors import TesseraError
 
 
 def aot_inference(
@@ -376,3 +378,101 @@ def clear_cublas_workspaces() -> None:
     the graph's pool; outside, not from a graph's."""
     if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):  # CUDA builds alone
         torch._C._cuda_clearCublasWorkspaces()
+
+
+# -- launches
+
+
+def call_for_device(operator: Any, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls an operator's implementation for ``"cpu"`` or ``"cuda"`` itself: active dispatch modes see what that calls."""
+    key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device)
+    if key is None:
+        return operator(*args, **kwargs)
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def caching_autotuner() -> Any:
+    """The class whose ``run(*args, stream=…)`` launches every Triton kernel that Inductor compiled. Needs triton."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    return CachingAutotuner
+
+
+def autotuner_kernels(autotuner: Any) -> list[Any]:
+    """The compiled kernels that a ``CachingAutotuner`` chooses from, one once it has chosen."""
+    if not autotuner.launchers:
+        autotuner.precompile()
+    return [_launcher_kernel(launcher) for launcher in autotuner.launchers]
+
+
+def _launcher_kernel(launcher: Any) -> Any:
+    scope = launcher.__globals__
+    return scope["bin"] if "bin" in scope else scope["runner"].__self__
+
+
+def autotuner_writes(autotuner: Any) -> frozenset[str] | None:
+    """Parameters that a kernel of Inductor's own may write, which its names say; None for kernels of the user's."""
+    from torch._inductor.runtime.hints import HeuristicType
+
+    if autotuner.heuristic_type is HeuristicType.USER_AUTOTUNE or getattr(autotuner, "custom_kernel", False):
+        return None
+    named = {n for n in autotuner.fn.arg_names if n.startswith(("out_ptr", "in_out_ptr", "ws_ptr", "semaphores"))}
+    return frozenset(named | set(autotuner.mutated_arg_names))
+
+
+def autotuner_launch(
+    autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any], stream: Any
+) -> tuple[Any, tuple[int, int, int], list[str], list[Any], Callable[[Sequence[Any]], None]]:
+    """What a tuned ``CachingAutotuner`` launches when it is run on ``args``; launches nothing.
+
+    (kernel, grid, parameters, their values, a function that launches the kernel on other values). Parameters that were
+    compiled in as constants are left out.
+    """
+    (launcher,) = autotuner.launchers
+    scope, seen = launcher.__globals__, list[Any]()
+    kernel, runner = _launcher_kernel(launcher), scope["runner"]
+    scope["runner"] = lambda *given: seen.extend(given)
+    try:
+        launcher(*args, **kwargs, stream=stream)
+    finally:
+        scope["runner"] = runner
+    grid = (int(seen[0]), int(seen[1]), int(seen[2]))
+    if "bin" in scope:
+        return (kernel, grid, *compiled_arguments(kernel, runner, grid, stream, seen[5:9], seen[9:]))
+    values = list(seen[4:])
+    constants = set(kernel.full_constexprs)
+    names = [name for number, name in enumerate(kernel.arg_names) if number not in constants]
+    if len(names) > len(values):  # arguments that are None are left out as well
+        missing = {n for n, v in autotuner.compile_results[0].compile_meta["constants"].items() if v is None}
+        names = [name for name in names if name not in missing]
+    if len(names) != len(values):
+        raise TesseraError(f"{kernel.name} has parameters {names} and was given {len(values)} values")
+    return kernel, grid, names, values, lambda new: runner(*grid, stream, *new)
+
+
+def compiled_arguments(
+    kernel: Any, runner: Any, grid: tuple[int, ...], stream: Any, middle: Sequence[Any], args: Sequence[Any]
+) -> tuple[list[str], list[Any], Callable[[Sequence[Any]], None]]:
+    """Parameters and values of a Triton ``CompiledKernel`` whose launcher ``runner`` is given ``args`` after metadata and hooks
+    (``middle``), constants among them; and a function that launches the kernel on other values."""
+    constants = {key[0] if isinstance(key, tuple) else key for key in getattr(kernel.src, "constants", {})}
+    kinds = list(kernel.src.signature.items())
+    kept = [
+        (number, str(name))
+        for number, (name, kind) in enumerate(kinds)
+        if kind != "constexpr" and number not in constants and name not in constants
+    ]
+    if len(args) == len(kinds):
+        places = [number for number, _ in kept]
+    elif len(args) == len(kept):
+        places = list(range(len(kept)))
+    else:
+        raise TesseraError(f"{kernel.metadata.name} has parameters {[n for n, _ in kinds]} and was given {len(args)} values")
+
+    def again(new: Sequence[Any]) -> None:
+        given = list(args)
+        for place, value in zip(places, new, strict=True):
+            given[place] = value
+        runner(*grid, stream, kernel.function, *middle, *given)
+
+    return [name for _, name in kept], [args[place] for place in places], again
