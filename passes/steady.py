@@ -79,7 +79,7 @@ class Steady:
 
 
 @dataclass(frozen=True)
-class _Operation:
+class Operation:
     """``after``: indices of the operations that must be done first."""
 
     name: str
@@ -102,7 +102,7 @@ def steady(
     Raises:
         ProgramError: the program cannot be executed, even once.
     """
-    operations, ends = _operations(program, run_us, transfer_us)
+    operations, ends = operations_of(program, run_us, transfer_us)
     loads: dict[tuple[int, ...], float] = {}
     for o in operations:
         loads[o.resource] = loads.get(o.resource, 0.0) + o.us
@@ -197,11 +197,11 @@ def _name(instruction: Send | Recv | Signal | Wait) -> str:
     return instruction.value if isinstance(instruction, (Send, Recv)) else f"signal {instruction.kernel}"
 
 
-def _operations(
+def operations_of(
     program: Program, run_us: Mapping[str, float], transfer_us: Callable[[str, int, int], float]
-) -> tuple[list[_Operation], list[list[tuple[int, ...]]]]:
-    """The operations in topological order, and for each instruction of each lane those that its lane has waited for so far."""
-    found: list[_Operation] = []
+) -> tuple[list[Operation], list[list[tuple[int, ...]]]]:
+    """Segments and transfers in topological order, and for each instruction of each lane those that its lane has waited for."""
+    found: list[Operation] = []
     position = [0] * len(program.lanes)
     known: list[tuple[int, ...]] = [()] * len(program.lanes)  # What the lane's next operation comes after.
     ends: list[list[tuple[int, ...]]] = [[] for _ in program.lanes]
@@ -214,11 +214,11 @@ def _operations(
             while position[g] < len(lane.instructions):
                 x = lane.instructions[position[g]]
                 if isinstance(x, Run):
-                    found.append(_Operation(x.segment, (g,), run_us[x.segment], known[g]))
+                    found.append(Operation(x.segment, (g,), run_us[x.segment], known[g]))
                     known[g] = (len(found) - 1,)
                 elif isinstance(x, (Send, Signal)):
                     us = transfer_us(_name(x), g, x.to)
-                    found.append(_Operation(f"{_name(x)}->{x.to}", (g, x.to), us, known[g]))
+                    found.append(Operation(f"{_name(x)}->{x.to}", (g, x.to), us, known[g]))
                     sent[g, x.to, _name(x)] = len(found) - 1
                 elif isinstance(x, (Recv, Wait)):
                     if (x.source, g, _name(x)) not in sent:
@@ -233,7 +233,7 @@ def _operations(
     return found, ends
 
 
-def _best(operations: Sequence[_Operation], period: float, resources: Sequence[tuple[int, ...]]) -> list[float]:
+def _best(operations: Sequence[Operation], period: float, resources: Sequence[tuple[int, ...]]) -> list[float]:
     """Starts with this period and, of those found, the smallest latency."""
 
     def latency(starts: Sequence[float]) -> float:
@@ -272,7 +272,7 @@ def _best(operations: Sequence[_Operation], period: float, resources: Sequence[t
     return best
 
 
-def _reserve(operations: Sequence[_Operation], period: float) -> list[float] | None:
+def _reserve(operations: Sequence[Operation], period: float) -> list[float] | None:
     """Starts of way (1); None where too many operations would need their place beforehand."""
     wanted: dict[int, float] = {}  # Of operations that found no gap: when they could have started.
     best: list[float] | None = None
@@ -344,7 +344,7 @@ class _Gaps:
         return ready + wait
 
 
-def _place(operations: Sequence[_Operation], period: float, packed: Mapping[tuple[int, ...], Sequence[int]]) -> list[float]:
+def _place(operations: Sequence[Operation], period: float, packed: Mapping[tuple[int, ...], Sequence[int]]) -> list[float]:
     """Starts that respect precedence: those of ``packed`` resources end to end, others in gaps, or where there is no gap as if
     the resource were free."""
     offset: dict[int, float] = {}
@@ -370,7 +370,7 @@ def _place(operations: Sequence[_Operation], period: float, packed: Mapping[tupl
     return starts
 
 
-def _overlap(operations: Sequence[_Operation], starts: Sequence[float], resource: tuple[int, ...], period: float) -> bool:
+def _overlap(operations: Sequence[Operation], starts: Sequence[float], resource: tuple[int, ...], period: float) -> bool:
     arcs = sorted((s % period, o.us) for s, o in zip(starts, operations, strict=True) if o.resource == resource and o.us > 0)
     if not arcs:
         return False
@@ -380,7 +380,7 @@ def _overlap(operations: Sequence[_Operation], starts: Sequence[float], resource
 
 def _parts(
     program: Program,
-    operations: Sequence[_Operation],
+    operations: Sequence[Operation],
     starts: Sequence[float],
     ends: Sequence[Sequence[tuple[int, ...]]],
     period: float,
@@ -402,14 +402,14 @@ def _parts(
                 start = at[x.segment]
             elif isinstance(x, (Send, Signal)):
                 gives = True
-        staged = [(*_split(start, period), first, last) for start, first, last in parts]
+        staged = [(*split(start, period), first, last) for start, first, last in parts]
         # Of parts at one time that of the oldest request comes first: others may wait for its end.
         ordered = sorted(staged, key=lambda p: (p[1], -p[0], p[2]))
         lanes.append(tuple(Part(first, last, stage) for stage, _, first, last in ordered))
     return tuple(lanes)
 
 
-def _split(start: float, period: float) -> tuple[int, float]:
+def split(start: float, period: float) -> tuple[int, float]:
     """Stage and offset of a start; one that is a hair before the next period belongs to that."""
     if period <= 0:
         return 0, 0.0

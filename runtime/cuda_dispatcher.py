@@ -7,26 +7,32 @@ whose inputs have arrived: on a stream, what waits for its inputs keeps those be
 otherwise stand idle is given a segment whose inputs are still on their way, and in static order every lane is, since there the
 order is fixed. Collective libraries see one order of transfers, that of this thread.
 
+In static order, while enough requests for one program are there, they go through graphs of whole periods (``cuda_periods.py``).
+
 The thread that brings a request waits for its end, so as many requests are in flight as threads bring some. Paced lanes
 (``cuda_clocks.py``) are emulated slices of one GPU.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..passes.ir import Recv, Run, Wait
 from .board import Board, Order, Route, Step, Ticket
+from .codegen import first_line
 from .cuda_clocks import Clocks
+from .cuda_periods import Cycle, PeriodGraphs, sent_of
 from .cuda_requests import CudaRequest, CudaRequests, Flight
 from .cuda_streams import ISSUING, LaneStreams
 from .pacing import Emulation
@@ -84,11 +90,17 @@ class CudaDispatcher:
         self._changed = threading.Condition(self._lock)
         self._gate = threading.Condition(self._lock)
         self._writers: list[_Writer] = []
+        self._line: list[Ticket] = []  # requests that are neither on the board nor in periods, oldest first
+        self._cycle: Cycle | None = None
+        self._short = False  # A cycle waits for places that requests which are done have not left yet.
+        self.periods = 0
+        self._stream: Any = None  # the issuing thread's own
         self._closed = False
         self._started = time.monotonic_ns()
         self._busy = [0.0] * count
         self._queued = [0] * count  # segments issued and not known to be done, per lane
-        self._flying: list[deque[_Tracked]] = [deque() for _ in range(count)]  # per lane: what its stream will do, in order
+        #: Per lane what its stream will do, in order; behind them, what is left of requests whose periods are over.
+        self._flying: list[deque[_Tracked]] = [deque() for _ in range(count + 1)]
         self._moving: dict[tuple[int, int], deque[_Tracked]] = {}
         self._turn = itertools.count()
         self._thread = threading.Thread(target=self._serve, name="tessera-issue", daemon=True)
@@ -119,13 +131,14 @@ class CudaDispatcher:
             The graph's outputs, for the current stream, and the seconds (emulated ones, if paced) that it was on the lanes.
         """
         with self._in_turn(number, executor.written(args)):
-            request = executor.open(args)
+            request = executor.open(args, placed=self._cycle is None)
             ticket = Ticket(number, route, request)
             try:
                 with self._lock:
                     if self._closed:
                         raise RuntimeError("the engine's lanes are closed")
-                    self._board.admit(ticket, time.monotonic_ns())
+                    bisect.insort(self._line, ticket, key=lambda t: t.number)
+                    ticket.admitted = time.monotonic_ns()
                     self._changed.notify()
                 request.done.wait()
                 if request.error is not None:
@@ -134,12 +147,16 @@ class CudaDispatcher:
                 executor.give_up(request)
                 raise
             results = executor.close(request)
+        if self._short:
+            with self._lock:
+                self._short = False
+                self._changed.notify()
         return results, (time.monotonic_ns() - ticket.admitted) / 1e9 / (self.factor or 1.0)
 
     def abort(self, number: int, error: BaseException) -> bool:
         """Ends request ``number`` with ``error``. One that overwrites its caller's tensors goes on to its end: False."""
         with self._lock:
-            for ticket in self._board.tickets:
+            for ticket in self._under_way():
                 if ticket.number == number and not ticket.load.written:
                     self._fail(ticket, error)
                     return True
@@ -196,7 +213,8 @@ class CudaDispatcher:
     def _under_way(self) -> list[Ticket]:
         """Requests that are not done: on the board, or issued."""
         flying = [x.ticket for queue in (*self._flying, *self._moving.values()) for x in queue]
-        return list({id(t): t for t in (*self._board.tickets, *flying)}.values())
+        staged = [t for t in self._cycle.stages if t is not None] if self._cycle is not None else []
+        return list({id(t): t for t in (*self._line, *self._board.tickets, *staged, *flying)}.values())
 
     # -- what may be chosen (``board.Gate``)
 
@@ -223,38 +241,72 @@ class CudaDispatcher:
     def _serve(self) -> None:
         if self.streams[0].device.type == "cuda":
             torch.cuda.set_device(self.streams[0].device)
-        while (step := self._next()) is not None:
-            error: BaseException | None = None
-            flight: Flight | None = None
-            request: CudaRequest = step.ticket.load
-            executor = request.executor
-            try:
-                with ISSUING, torch.inference_mode(request.inference), torch.no_grad():
-                    flight = executor.perform(step.lane, step.position, step.instruction, request)
-            except BaseException as raised:
-                error = raised
-            with self._lock:
-                self._issued(step, flight, error)
-                finished, self._board.finished = self._board.finished, []
-            for ticket in finished:
-                self._finish(ticket)
-            del step, request, executor, flight, error, finished
+            self._stream = torch.cuda.Stream(self.streams[0].device)
+        while (work := self._next()) is not None:
+            work()
+            del work  # A waiting thread must not keep the last request's tensors alive.
 
-    def _next(self) -> Step | None:
+    def _next(self) -> Callable[[], None] | None:
         """What is to be issued next. None: the lanes are closed."""
         with self._lock:
             while True:
                 self._observe()
-                now = time.monotonic_ns()
-                first = next(self._turn)
-                for i in range(len(self.streams)):
-                    found = self._board.next((first + i) % len(self.streams), now)
-                    if isinstance(found, Step):
-                        return found
-                flying = any(self._flying) or any(self._moving.values())
-                if self._closed and not self._board.tickets and not flying:
+                found = self._next_in_cycle() if self._cycle is not None else self._next_on_board()
+                if found is not None:
+                    return found
+                flying = any(self._flying) or any(self._moving.values()) or (self._cycle is not None and self._cycle.launched)
+                if self._closed and not flying and not self._under_way():
                     return None
                 self._changed.wait(_POLL if flying else None)
+
+    def _next_on_board(self) -> Callable[[], None] | None:
+        gathering = self._gathering()
+        if gathering and not self._board.tickets and not any(self._flying) and not any(self._moving.values()):
+            return None if self._short else self._begin_cycle
+        if self._line and not gathering:
+            return partial(self._admit, self._line.pop(0))
+        now = time.monotonic_ns()
+        first = next(self._turn)
+        for i in range(len(self.streams)):
+            found = self._board.next((first + i) % len(self.streams), now)
+            if isinstance(found, Step):
+                return partial(self._issue, found)
+        return None
+
+    def _admit(self, ticket: Ticket) -> None:
+        """Puts a request of the line on the board."""
+        request: CudaRequest = ticket.load
+        error: BaseException | None = None
+        if request.place is None:
+            try:
+                with torch.inference_mode(request.inference), torch.no_grad():
+                    stream = self._stream if self._stream is not None else torch.cuda.current_stream()
+                    request.executor.place(request, stream)
+            except BaseException as raised:
+                error = raised
+        with self._lock:
+            since = ticket.admitted
+            self._board.admit(ticket, time.monotonic_ns())
+            ticket.admitted = since
+            error = error or request.error
+            if error is not None:
+                self._fail(ticket, error)
+                request.executor.displace(request)
+
+    def _issue(self, step: Step) -> None:
+        error: BaseException | None = None
+        flight: Flight | None = None
+        request: CudaRequest = step.ticket.load
+        try:
+            with ISSUING, torch.inference_mode(request.inference), torch.no_grad():
+                flight = request.executor.perform(step.lane, step.position, step.instruction, request)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._issued(step, flight, error)
+            finished, self._board.finished = self._board.finished, []
+        for ticket in finished:
+            self._finish(ticket)
 
     def _issued(self, step: Step, flight: Flight | None, error: BaseException | None) -> None:
         ticket, lane, x = step.ticket, step.lane, step.instruction
@@ -287,6 +339,17 @@ class CudaDispatcher:
                     for ticket in self._under_way():
                         self._fail(ticket, error)
                 self._landed(queue.popleft())
+        cycle = self._cycle
+        while cycle is not None and cycle.launched:
+            try:
+                if not cycle.launched[0][0].query():
+                    break
+            except Exception as error:
+                for ticket in self._under_way():
+                    self._fail(ticket, error)
+            _, count = cycle.launched.popleft()
+            for (lane, _), ms in cycle.executor.took.items():  # As they were when they were issued one by one.
+                self._busy[lane] += 1e6 * ms * count / len(cycle.stages)
 
     def _landed(self, tracked: _Tracked) -> None:
         flight, request = tracked.flight, tracked.ticket.load
@@ -295,7 +358,8 @@ class CudaDispatcher:
         if tracked.segment:
             self._queued[tracked.lane] -= 1
             if flight.begin is not None and request.error is None:
-                self._busy[tracked.lane] += 1e6 * flight.begin.elapsed_time(flight.end)
+                took = request.executor.took[flight.spot] = flight.begin.elapsed_time(flight.end)
+                self._busy[tracked.lane] += 1e6 * took
         if tracked.link is not None:
             request.incoming[tracked.lane] -= 1
             self._board.delivered(*tracked.link)
@@ -323,6 +387,98 @@ class CudaDispatcher:
                 self._flying[executor.home].append(_Tracked(flight, ticket, executor.home, None, False))
             self._settle(request)
 
+    # -- periods
+
+    def _gathering(self) -> bool:
+        """Whether those in line are to wait for a cycle of periods: enough requests of one program are there, and places in
+        which it is captured."""
+        if self._board.order != "static" or not self._board.pipelined or not self._line:
+            return False
+        head: CudaRequest = self._line[0].load
+        executor, period = head.executor, head.executor.period
+        if period is None:
+            return False
+        tickets = (*self._line, *self._board.tickets)
+        if len(tickets) < period.slots or any(t.load.executor is not executor for t in tickets):
+            return False
+        cycle: Cycle | None = executor.cycle
+        return cycle.fits(head) if cycle is not None else executor.complete(head.key) >= period.slots
+
+    def _begin_cycle(self) -> None:
+        with self._lock:
+            if not self._line:
+                return
+            head: CudaRequest = self._line[0].load
+            executor, period = head.executor, head.executor.period
+            assert period is not None
+            for ticket in self._line:  # Some were given a place before it was known that they need none.
+                executor.displace(ticket.load)
+            cycle: Cycle | None = executor.cycle
+            places = executor.claim(head.key, period.slots, period.slots + 1) if cycle is None else ()
+            if cycle is None and not places:
+                self._short = True
+                return
+        if cycle is None:
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    cycle = executor.cycle = Cycle(PeriodGraphs(executor, places))
+            except Exception as error:
+                executor.unclaim(places)
+                with self._lock:
+                    executor.reasons["periods"] = f"they cannot be captured: {type(error).__name__}: {first_line(error)}"
+                    executor.period = None
+                return
+        with self._lock:
+            self._cycle = cycle
+
+    def _next_in_cycle(self) -> Callable[[], None] | None:
+        cycle = self._cycle
+        assert cycle is not None
+        comes = bool(self._line) and self._board.order == "static" and cycle.fits(self._line[0].load)
+        if cycle.empty and not comes:
+            if not cycle.launched:
+                self._cycle = None
+                self._changed.notify()
+                return self._next_on_board()
+            return None
+        # A period behind the running one keeps the lanes busy. One that nobody comes in with can wait for its turn: until then
+        # somebody may come.
+        if len(cycle.launched) >= (AHEAD if comes else 1):
+            return None
+        return partial(self._launch, cycle, self._line.pop(0) if comes else None)
+
+    def _launch(self, cycle: Cycle, ticket: Ticket | None) -> None:
+        error: BaseException | None = None
+        done: Ticket | None = None
+        try:
+            with ISSUING, torch.no_grad():
+                if ticket is not None:
+                    cycle.executor.displace(ticket.load)
+                    if not cycle.holds(ticket.load):
+                        ticket.load.key = None  # No graph has read where its weights are: by segments, after these.
+                        with self._lock:
+                            bisect.insort(self._line, ticket, key=lambda t: t.number)
+                        return
+                done = cycle.launch(ticket)
+                self.periods += 1
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            if error is not None:
+                for one in (ticket, *cycle.stages):
+                    if one is not None:
+                        self._fail(one, error)
+                cycle.stages.extend([None] * len(cycle.stages))
+            if done is None:
+                return
+            request: CudaRequest = done.load
+            self._board.moved += sent_of(cycle.executor, done.route.sizes)
+            request.issued = True
+            if request.error is None:
+                flight = cycle.flight(done)
+                request.flights[id(flight)] = flight
+                self._flying[-1].append(_Tracked(flight, done, 0, None, False))
+
     def _settle(self, request: CudaRequest) -> None:
         if request.issued and not request.flights and not request.done.is_set():
             request.done.set()
@@ -331,6 +487,7 @@ class CudaDispatcher:
         request: CudaRequest = ticket.load
         if request.error is None:
             request.error = error
+        self._line = [t for t in self._line if t is not ticket]
         self._board.drop(ticket)
         if not ticket.busy:
             request.done.set()

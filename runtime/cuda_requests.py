@@ -21,6 +21,7 @@ import torch
 from ..passes import torch_compat
 from ..passes.errors import ProgramError
 from ..passes.ir import Hold, KernelGraph, Program, Recv, Run, Send, Signal, Wait
+from ..passes.periods import Period
 from .board import Route
 from .codegen import Codegen, lookup
 from .cpu_lanes import outputs_apart
@@ -33,20 +34,29 @@ from .transports import used_on
 
 @dataclass
 class Flight:
-    """Something that was issued and may not be done: ``end`` is behind it, ``begin``, of segments, before it."""
+    """Something that was issued and may not be done: ``end`` is behind it, ``begin``, of segments, before it. ``spot``: of which
+    lane and position it is."""
 
     end: torch.cuda.Event
     begin: torch.cuda.Event | None = None
+    spot: tuple[int, int] = (0, 0)
     done: bool = False
 
 
 @dataclass
 class Place:
-    """What one request at a time has for itself. ``done``: behind the request that had it last."""
+    """What one request at a time has for itself. ``done``: behind the request that had it last. Of that, for graphs of whole
+    periods: ``key``, what was captured depends on; ``inputs`` by name; ``moved``: transfer → what was sent, and where it
+    arrived; ``held``: replicas by lane and value; ``results``: what outputs are made of."""
 
     slot: Slot | None
     words: Words | None
     done: list[torch.cuda.Event] = field(default_factory=list)
+    key: Any = None
+    inputs: dict[str, Any] = field(default_factory=dict)
+    moved: dict[Transfer, tuple[Any, Any]] = field(default_factory=dict)
+    held: dict[tuple[int, str], Any] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -60,7 +70,10 @@ class CudaRequest(Issue):
     executor: CudaRequests = field(kw_only=True)
     inputs: dict[str, Any] = field(default_factory=dict)  # as the kernels read them
     given: dict[str, Any] = field(default_factory=dict)  # as the caller passed them
-    place: Place = field(default_factory=lambda: Place(None, None))
+    place: Place | None = None
+    key: Any = None
+    copied: bool = False  # ``finished`` are the caller's own
+    begun: torch.cuda.Event | None = None
     inference: bool = False
     written: frozenset[int] = frozenset()
     behind: list[list[torch.cuda.Event]] = field(default_factory=list)
@@ -80,6 +93,7 @@ class CudaRequests(CudaLaneExecutor):
     """Args beyond those of :class:`CudaLaneExecutor`:
 
     captured: whether segments are captured; each place then has a slot of its own.
+    period: what a graph of a whole period is to do; ``no_period`` says why there is none.
     residents: one for each lane, of all programs: weights and state that lanes hold.
     clocks, times: of paced lanes: the clocks, and a route with real ns of segments and transfers.
     """
@@ -96,15 +110,25 @@ class CudaRequests(CudaLaneExecutor):
         transport: str = "auto",
         clocks: Clocks | None = None,
         times: Route | None = None,
+        period: Period | None = None,
     ) -> None:
         super().__init__(graph, program, codegen, lanes=lanes, transport=transport, slots=int(captured))
         self.captured = captured and bool(self._slots)
+        self._copied = frozenset(self._fresh)
         self.residents, self.clocks, self.times = residents, clocks, times
         self.transfers: tuple[Transfer, ...] = tuple(
             dict.fromkeys((lane, x.to, name_of(x)) for lane, _, x in program if isinstance(x, (Send, Signal)))
         )
-        self._places: list[Place] = []
+        self._places: list[Place] = []  # free ones
+        self._made: list[Place] = []
+        self.cycle: Any = None  # of the dispatcher, once periods are captured
         self._guard = threading.Lock()
+        self.took: dict[tuple[int, int], float] = {}  # ms that segments were last seen to take, by lane and position
+        self.period = period
+        self.no_period = self._unperiodic()
+        if self.no_period:
+            self.reasons["periods"] = self.no_period
+            self.period = None
         lane_of = {k: lane for lane, _, x in program if isinstance(x, Run) for k in x.kernels}
         self._kept = {v: lane_of[graph.keeper(v) or ""] for v in graph.kept}
 
@@ -115,54 +139,68 @@ class CudaRequests(CudaLaneExecutor):
         given = zip(self.graph.inputs, args, strict=True)
         return frozenset(torch_compat.storage_key(x) for name, x in given if name in self.graph.mutated)
 
-    def open(self, args: list[Any]) -> CudaRequest:
-        """A request that is to be issued behind what was enqueued on the current stream; ``args`` is emptied."""
+    def open(self, args: list[Any], placed: bool = True) -> CudaRequest:
+        """A request that is to be issued behind what was enqueued on the current stream; ``args`` is emptied.
+
+        placed: give it a place at once; otherwise :meth:`place` must follow, or a graph of a period take it in.
+        """
         given = dict(zip(self.graph.inputs, args, strict=True))
         written = self.written(args)
         args.clear()
-        home = self.lanes[self.home].device
-        current = torch.cuda.current_stream(home)
-        captured = self.captured
-        if captured and (reason := unfit(given)):
-            self.reasons.setdefault(reason, reason)
-            captured = False
-        place = self._take(captured)
-        for event in place.done:
-            current.wait_event(event)
-        inputs = dict(given)
-        if place.slot is not None:
-            for name in self._fresh:
-                value = given[name]
-                if isinstance(value, torch.Tensor):
-                    inputs[name] = place.slot.buffer(name, value, value.device)
-                    inputs[name].copy_(value, non_blocking=True)
-        if place.words is not None and self.clocks is not None:
-            with torch.cuda.device(home):
-                self.clocks.begin(place.words)
-        begin = current.record_event()
-        count = len(self.lanes)
-        hosts = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
-        envs: list[dict[str, Any]] = [dict(hosts) for _ in self.lanes]
-        envs[self.home] = {**self._constants, **inputs}
-        for name, lane in self._kept.items():
-            envs[lane][name] = inputs[name]
         passed = {**self._constants, **given}
-        return CudaRequest(
-            envs,
+        count = len(self.lanes)
+        request = CudaRequest(
+            [],
             {v: sight(passed[v]) for v in self._held},
             reading=[{} for _ in self.lanes],
-            slot=place.slot,
             executor=self,
-            inputs=inputs,
             given=given,
-            place=place,
+            key=self._key(given) if self.period is not None else None,
             inference=torch.is_inference_mode_enabled(),
             written=written,
-            behind=[[begin] for _ in range(count)],
             arrived=[[] for _ in range(count)],
             latest=[None] * count,
             incoming=[0] * count,
         )
+        current = torch.cuda.current_stream(self.lanes[self.home].device)
+        if placed:
+            self.place(request, current)
+        else:
+            request.begun = current.record_event()
+        return request
+
+    def place(self, request: CudaRequest, stream: torch.cuda.Stream) -> None:
+        """Gives the request a place, on ``stream``."""
+        given = request.given
+        captured = self.captured
+        if captured and (reason := unfit(given)):
+            self.reasons.setdefault(reason, reason)
+            captured = False
+        place = request.place = self._take(captured)
+        request.slot = place.slot
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            self.enter(request, place, stream)
+        begin = stream.record_event()
+        request.behind = [[begin] for _ in self.lanes]
+        hosts = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+        request.envs = [dict(hosts) for _ in self.lanes]
+        request.envs[self.home] = {**self._constants, **request.inputs}
+        for name, lane in self._kept.items():
+            request.envs[lane][name] = request.inputs[name]
+
+    def enter(self, request: CudaRequest, place: Place, stream: torch.cuda.Stream) -> None:
+        """The request's inputs come into the place, on ``stream``, which is current."""
+        for event in (*place.done, *([request.begun] if request.begun is not None else [])):
+            stream.wait_event(event)
+        request.inputs = dict(request.given)
+        if place.slot is not None:
+            for name in self._fresh:
+                value = request.given[name]
+                if isinstance(value, torch.Tensor):
+                    request.inputs[name] = place.slot.buffer(name, value, value.device)
+                    request.inputs[name].copy_(value, non_blocking=True)
+        if place.words is not None and self.clocks is not None:
+            self.clocks.begin(place.words)
 
     def close(self, request: CudaRequest) -> list[Any]:
         """The outputs of a request that is done, on the current stream; what it has written is there for that stream too."""
@@ -172,7 +210,11 @@ class CudaRequests(CudaLaneExecutor):
             replica = self.residents[lane].of(request.seen[value])
             at_exit(request.given[value], partial(replica.mark, use))
         finished = list(request.finished)
-        if request.place.slot is not None:
+        place = request.place
+        if request.copied:
+            for tensor in finished:
+                used_on(tensor, current)
+        elif place is not None and place.slot is not None:
             for name in self.graph.mutated:
                 if request.inputs[name] is not request.given[name]:
                     request.given[name].copy_(request.inputs[name], non_blocking=True)
@@ -180,9 +222,11 @@ class CudaRequests(CudaLaneExecutor):
         else:
             for tensor in finished:
                 used_on(tensor, current)
-        if request.place.words is not None and self.clocks is not None:
+        if not request.copied and place is not None and place.words is not None and self.clocks is not None:
             with torch.cuda.device(current.device):
-                self.clocks.end(request.place.words)
+                self.clocks.end(place.words)
+        if place is not None:
+            place.key = request.key
         self._give_back(request, current)
         if request.written:  # Who comes next may be on another stream.
             current.synchronize()
@@ -214,12 +258,74 @@ class CudaRequests(CudaLaneExecutor):
         words = None
         if self.clocks is not None:
             words = self.clocks.words(self.transfers)
-        return Place(Slot(self.reasons) if captured else None, words)
+        place = Place(Slot(self.reasons, keep=self.period is not None) if captured else None, words)
+        with self._guard:
+            self._made.append(place)
+        return place
 
     def _give_back(self, request: CudaRequest, current: torch.cuda.Stream) -> None:
-        request.place.done = [current.record_event()]
+        done = current.record_event()
         with self._guard:
-            self._places.append(request.place)
+            place, request.place = request.place, None
+            if place is not None:
+                place.done = [done]
+                self._places.append(place)
+
+    def displace(self, request: CudaRequest) -> None:
+        """Takes its place, if it has one, from a request of which nothing was issued yet."""
+        with self._guard:
+            place, request.place, request.slot = request.place, None, None
+            if place is not None:
+                place.done = request.behind[0][:1]
+                self._places.append(place)
+
+    # -- places for graphs of periods
+
+    def complete(self, key: Any) -> int:
+        """How many places have all segments captured for requests with this key, free or not."""
+        with self._guard:
+            return sum(self._whole(place, key) for place in self._made)
+
+    def claim(self, key: Any, least: int, most: int) -> tuple[Place, ...]:
+        """Takes free ones of these for good; none where there are fewer than ``least``."""
+        with self._guard:
+            found = [place for place in self._places if self._whole(place, key)][:most]
+            if len(found) < least:
+                return ()
+            self._places = [p for p in self._places if not any(p is q for q in found)]
+            return tuple(found)
+
+    def results(self, place: Place) -> list[Any]:
+        """Copies of the outputs that lie in a place, on the current stream."""
+        return copies_of(self._finish.call(list(place.results)))()
+
+    def unclaim(self, places: Sequence[Place]) -> None:
+        with self._guard:
+            self._places += places
+
+    def _whole(self, place: Place, key: Any) -> bool:
+        slot = place.slot
+        return slot is not None and place.key == key and all(slot.captured(spot) is not None for spot in self.segments)
+
+    def _key(self, given: dict[str, Any]) -> Any:
+        """What captures depend on: addresses of what is read where it lies, shapes of what is copied, numbers."""
+        return tuple(
+            ((v.shape, v.stride(), v.dtype) if n in self._copied else v.data_ptr()) if isinstance(v, torch.Tensor) else v
+            for n, v in given.items()
+        )
+
+    def _unperiodic(self) -> str:
+        """Why no graph can hold a period; empty where one can."""
+        if not self.captured:
+            return self.reasons.get("all", "") or "cuda_graphs is off"
+        if self.period is None:
+            return "none was asked for"
+        if self.graph.mutated:
+            return f"it overwrites {next(iter(self.graph.mutated))}, and so would the stages of a period that stand idle"
+        if self.reasons:
+            name, why = next(iter(self.reasons.items()))
+            return f"{name}: {why}"
+        return ""
 
     # -- by the thread that issues
 
@@ -227,10 +333,13 @@ class CudaRequests(CudaLaneExecutor):
         """Issue one instruction; what is known of its end, where it has one that matters."""
         streams = self.lanes[lane]
         if isinstance(x, Recv):
-            if self.graph.values[x.value].storage != x.value and not x.boxes:
+            if self.graph.values[x.value].storage != x.value:
                 self._flush(lane, request)  # In place, behind what has been read.
             name = (x.source, lane, x.value)
-            self._receive(lane, x, request.mail.pop(name), request)
+            posted = request.mail.pop(name)
+            self._receive(lane, x, posted, request)
+            if request.slot is not None and request.place is not None and isinstance(posted.payload, torch.Tensor):
+                request.place.moved[name] = posted.payload, request.envs[lane][x.value]
             return self._arriving(lane, name, request)
         if isinstance(x, Wait):
             name = (x.source, lane, name_of(x))
@@ -241,9 +350,9 @@ class CudaRequests(CudaLaneExecutor):
         if isinstance(x, (Send, Signal)):
             name = (lane, x.to, name_of(x))
             latest = request.makers[name] = request.latest[lane]
-            if self.clocks is not None and request.place.words is not None:
+            if self.clocks is not None and (words := words_of(request)) is not None:
                 with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
-                    self.clocks.sent(lane, request.place.words, name)
+                    self.clocks.sent(lane, words, name)
                 latest = None
             ready = latest.end if latest is not None else streams.compute.record_event()
             request.mail[name] = Posted(request.envs[lane][x.value] if isinstance(x, Send) else None, ready)
@@ -257,14 +366,14 @@ class CudaRequests(CudaLaneExecutor):
         begin = torch.cuda.Event(enable_timing=True)
         begin.record(streams.compute)
         self._step(lane, at, x, request)
-        if self.clocks is not None and request.place.words is not None:
+        if self.clocks is not None and (words := words_of(request)) is not None:
             assert self.times is not None
             assert self.times.run_time is not None
             with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
-                self.clocks.ran(lane, request.place.words, self.times.run_time[x.segment])
+                self.clocks.ran(lane, words, self.times.run_time[x.segment])
         end = torch.cuda.Event(enable_timing=True)
         end.record(streams.compute)
-        flight = request.latest[lane] = Flight(end, begin)
+        flight = request.latest[lane] = Flight(end, begin, (lane, at))
         return flight
 
     def finish(self, request: CudaRequest) -> None:
@@ -273,13 +382,16 @@ class CudaRequests(CudaLaneExecutor):
         env = request.envs[self.home]
         self._flush(self.home, request)
         with torch.cuda.device(home.device), torch.cuda.stream(home.compute):
-            finished = self._finish.call([lookup(env, name) for name in self._finish.inputs])
+            values = [lookup(env, name) for name in self._finish.inputs]
+            if request.slot is not None and request.place is not None:
+                request.place.results, request.place.inputs = list(values), request.inputs
+            finished = self._finish.call(values)
             request.finished = outputs_apart(self.graph, finished, request.inputs)
             request.tail = home.compute.record_event()
 
     def _arriving(self, lane: int, name: Transfer, request: CudaRequest) -> Flight:
         event = request.behind[lane][-1]
-        words = request.place.words
+        words = words_of(request)
         if self.clocks is not None and words is not None:
             assert self.times is not None
             stream = self.links[name[:2]].into if name[:2] in self.links else self.lanes[lane].compute
@@ -301,10 +413,10 @@ class CudaRequests(CudaLaneExecutor):
             for event in request.behind[lane]:
                 streams.compute.wait_event(event)
             request.behind[lane].clear()
-        if request.arrived[lane] and self.clocks is not None and request.place.words is not None:
+        if request.arrived[lane] and self.clocks is not None and (words := words_of(request)) is not None:
             with torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
                 for name in request.arrived[lane]:
-                    self.clocks.taken(lane, request.place.words, name)
+                    self.clocks.taken(lane, words, name)
             request.arrived[lane].clear()
 
     def _hold(self, lane: int, instruction: Hold, issue: Issue) -> None:
@@ -320,8 +432,14 @@ class CudaRequests(CudaLaneExecutor):
                 volatile = value in self.graph.mutated
                 use = replica.bring(issue.seen[value], volatile, in_place=volatile)
                 env[value] = replica.tensor
+                if isinstance(issue, CudaRequest) and issue.place is not None:
+                    issue.place.held[lane, value] = replica.tensor
                 if (lane, value) in self._writers:
                     issue.written_replicas.append((lane, value, use))
+
+
+def words_of(request: CudaRequest) -> Words | None:
+    return None if request.place is None else request.place.words
 
 
 def name_of(x: Send | Recv | Signal | Wait) -> str:

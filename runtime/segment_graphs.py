@@ -31,9 +31,11 @@ class _Captured:
 
 @dataclass
 class Slot:
-    """Memory and graphs of one request at a time. ``reasons``: why segments run uncaptured, by name."""
+    """Memory and graphs of one request at a time. ``reasons``: why segments run uncaptured, by name. ``keep``: graphs are to be
+    put into larger ones too."""
 
     reasons: dict[str, str]
+    keep: bool = False
     done: list[torch.cuda.Event] = field(default_factory=list)  # behind the request that had it last
     replays: int = 0
     _buffers: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -49,6 +51,11 @@ class Slot:
                 found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
             self._buffers[key] = found
         return found
+
+    def captured(self, place: tuple[int, int]) -> torch.cuda.CUDAGraph | None:
+        """The graph of a segment, if it has one."""
+        found = self._graphs.get(place)
+        return None if found is None else found.graph
 
     def run(
         self, place: tuple[int, int], name: str, compiled: Compiled, inputs: list[Any], streams: LaneStreams
@@ -85,7 +92,7 @@ class Slot:
     def _capture(
         self, place: tuple[int, int], key: tuple[Any, ...], compiled: Compiled, inputs: list[Any], streams: LaneStreams
     ) -> _Captured:  # fmt: skip
-        lane, graph = place[0], torch.cuda.CUDAGraph()
+        lane, graph = place[0], new_graph(self.keep)
         # A lane's graphs run one after the other, so each can use what those before it have left. One that is captured again must
         # not: its outputs could lie where a later one, captured before, still works.
         pool = self._pools.get(lane) if place not in self._graphs else None
@@ -95,6 +102,16 @@ class Slot:
         with torch.cuda.device(streams.device), capturing(graph, streams.compute, pool):
             outputs = compiled.call(list(inputs))
         return _Captured(graph, key, outputs)
+
+
+def new_graph(keep: bool = False) -> torch.cuda.CUDAGraph:
+    """keep: so that it can be put into a larger one, where this version of torch can."""
+    if not keep:
+        return torch.cuda.CUDAGraph()
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)
+    except TypeError:
+        return torch.cuda.CUDAGraph()
 
 
 def copies_of(outputs: Sequence[Any]) -> Callable[[], list[Any]]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from .passes.ir import Plan
+from .passes.ir import Plan, Run, sent_bytes
+from .passes.periods import Period, period_of
 from .pipeline import CompiledGraph
 from .runtime.board import Order, Route
 from .runtime.codegen import Codegen
@@ -17,6 +18,9 @@ from .runtime.cuda_streams import apart, lane_streams
 from .runtime.monitor import Followed
 from .runtime.replicas import Residents
 from .ways import Way, Ways
+
+#: Periods are captured where one takes at most this times what it takes without boundaries.
+LONGER = 1.1
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class CudaWays(Ways):
         way = super()._way(name, plan)
         if id(way.executor) not in self._issuers:
             options = self._real.options
+            period = self._period(way)
             executor = apart(
                 lambda: CudaRequests(
                     self._real.kernels,
@@ -72,11 +77,30 @@ class CudaWays(Ways):
                     transport=options.transport,
                     clocks=self._dispatcher.clocks,
                     times=way.route,
+                    period=period,
                 )
             )
+            if executor.period is not None and executor.period.period_us > LONGER * way.steady.period_us:
+                executor.reasons["periods"] = (
+                    f"a captured one takes {executor.period.period_us:.1f} µs with {self._inflight} in flight, against "
+                    f"{way.steady.period_us:.1f} µs segment by segment"
+                )
+                executor.period = None
             route = replace(way.route, run_time=None, transfer_time=_no_time)
             self._issuers[id(way.executor)] = Issuer(route, executor)
         return way
+
+    def _period(self, way: Way) -> Period:
+        kernels, profile, cluster = self._real.kernels, self._report.profile, self._real.cluster
+        names, program = cluster.names, way.route.program
+        run_us = {x.segment: sum(profile.us(k, names[lane]) for k in x.kernels) for lane, _, x in program if isinstance(x, Run)}
+        crossing = sent_bytes(kernels, program)
+
+        def transfer_us(value: str, source: int, target: int) -> float:
+            return 0.0 if self._free else cluster.us(names[source], names[target], crossing.get((value, target), 0))
+
+        # One request more than there are stages, so that one can come while another goes.
+        return period_of(way.steady, run_us, transfer_us, slots=max(1, self._inflight - 1))
 
 
 class _Planned:

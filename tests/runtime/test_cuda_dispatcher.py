@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from tessera_compile import make_cluster
 from tessera_compile.passes import depend, partition, schedule
 from tessera_compile.passes.ir import Run
+from tessera_compile.passes.periods import period_of
 from tessera_compile.passes.placements import place
 from tessera_compile.passes.steady import steady
-from tessera_compile.runtime import cuda_dispatcher, cuda_lanes
+from tessera_compile.runtime import cuda_dispatcher, cuda_lanes, segment_graphs
 from tessera_compile.runtime.board import Order, route_of
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.cuda_dispatcher import AHEAD, CudaDispatcher
@@ -69,6 +71,7 @@ def events(caller: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F
         return tuple(lanes.setdefault(n, _Lane(torch.device("cpu"), Streams(), 8)) for n in names)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch.cuda, "Event", Late)
+    monkeypatch.setattr(torch.cuda, "Stream", Streams)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
     monkeypatch.setattr(_Lane, "new_stream", lambda _: Streams())
     monkeypatch.setattr(cuda_lanes, "lane_streams", lane_streams)
@@ -77,7 +80,9 @@ def events(caller: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F
 class Setting:
     """A model under a placement, a dispatcher for it, and what the dispatcher has issued."""
 
-    def __init__(self, model: torch.nn.Module, placement: str, lanes: int = 2, order: Order = "due", x: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, placement: str, lanes: int = 2, order: Order = "due", x: Any = None, captured: bool = False
+    ) -> None:  # fmt: skip
         x = torch.randn(4, 8) if x is None else x
         cluster = make_cluster(f"{lanes}xcpu")
         self.captured = Capture(model, {"x": x})
@@ -90,7 +95,10 @@ class Setting:
         }
         made = steady(self.program, run_us, lambda *_: 1.0, slots=4)
         self.residents = [Residents() for _ in range(lanes)]
-        self.executor = CudaRequests(graph, self.program, Codegen("eager"), residents=self.residents, captured=False)
+        self.executor = CudaRequests(
+            graph, self.program, Codegen("eager"), residents=self.residents, captured=captured,
+            period=period_of(made, run_us, lambda *_: 1.0, slots=4),
+        )  # fmt: skip
         self.route = route_of(graph, self.program, starts=made.starts, period=made.period_us)
         self.dispatcher = CudaDispatcher(self.executor.lanes, self.residents, order=order)
         self.numbers = iter(range(10_000))
@@ -113,6 +121,172 @@ class Setting:
 
     def call(self, args: list[Any]) -> list[Any]:
         return self.dispatcher.call(next(self.numbers), self.route, self.executor, args)[0]
+
+
+class Recomputed:
+    """A captured segment whose replay computes what it has captured."""
+
+    def __init__(self, call: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        self.call, self.inputs, self.outputs = call, inputs, outputs
+
+    def replay(self) -> None:
+        for output, result in zip(self.outputs, self.call(list(self.inputs)), strict=True):
+            output.copy_(result)
+
+
+class HostPeriods:
+    """In place of graphs of periods: a request is computed at its last stage, from what its place then holds."""
+
+    def __init__(self, executor: CudaRequests, places: Any) -> None:
+        assert executor.period is not None
+        self.executor, self.places, self.period, self.key = executor, places, executor.period, places[0].key
+        self.launched: list[int] = []
+
+    def place(self, number: int) -> Any:
+        return self.places[number % len(self.places)]
+
+    def launch(self, number: int, stream: object) -> None:
+        self.launched.append(number)
+        place = self.place(number - self.period.slots + 1)
+        graph, env = self.executor.graph, {**self.executor._constants, **place.inputs}
+        kernels = [k.name for k in graph.kernels]
+        whole = Codegen("eager").compile(graph, kernels, self.executor._finish.inputs)
+        for room, value in zip(place.results, whole.call([env[n] for n in whole.inputs]), strict=True):
+            room.copy_(value)
+
+
+@pytest.fixture
+def periodic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(self: Any, place: Any, key: Any, compiled: Any, inputs: list[Any], streams: Any) -> Any:
+        outputs = list(compiled.call(list(inputs)))
+        return segment_graphs._Captured(Recomputed(compiled.call, list(inputs), outputs), key, outputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(segment_graphs.Slot, "_capture", capture)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(cuda_dispatcher, "PeriodGraphs", HostPeriods)
+
+
+@pytest.mark.usefixtures("periodic")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_deep_queue_in_static_order_goes_through_periods(seed: int):
+    torch.manual_seed(seed)
+    model = Diamond()
+    with torch.no_grad():
+        setting = Setting(model, f"random:{seed}", 2, "static", captured=True)
+        assert setting.executor.period is not None
+        graph = setting.captured.graphs[0]
+        held = {n: v for n, v in zip(graph.inputs, setting.args, strict=True) if graph.resident(n)}
+        done: list[int] = []
+
+        def client(c: int) -> Any:
+            def run() -> None:
+                for i in range(12):
+                    x = torch.full((4, 8), c + i / 16.0)
+                    got = setting.call([held.get(n, x) for n in graph.inputs])
+                    for value, expected in zip(got, model(x), strict=True):
+                        torch.testing.assert_close(value, expected)
+                    done.append(c)
+
+            return run
+
+        together([client(c) for c in range(6)])
+        assert len(done) == 72
+        assert setting.dispatcher.periods > 0
+        periods = setting.dispatcher.periods
+        # One alone is no queue: it goes segment by segment, also while the order is static.
+        client(0)()
+        assert setting.dispatcher.periods == periods
+        setting.dispatcher.order = "due"
+        together([client(c) for c in range(6)])
+        assert setting.dispatcher.periods == periods
+        assert setting.dispatcher.busy()[1] > 0
+    setting.dispatcher.close()
+    assert not setting.dispatcher._thread.is_alive()
+
+
+@pytest.mark.usefixtures("periodic")
+def test_the_order_changes_and_requests_of_another_shape_come_between_periods():
+    model = Diamond()
+    with torch.no_grad():
+        setting = Setting(model, "random:1", 2, "static", captured=True)
+        graph = setting.captured.graphs[0]
+        held = {n: v for n, v in zip(graph.inputs, setting.args, strict=True) if graph.resident(n)}
+        stop = threading.Event()
+
+        def switch() -> None:
+            for order in itertools.cycle(("due", "static", "static")):
+                if stop.wait(0.01):
+                    return
+                setting.dispatcher.order = order  # type: ignore[assignment]
+
+        def client(c: int) -> Any:
+            def run() -> None:
+                for i in range(60):
+                    mine = {n: v.clone() if c == 5 and i % 7 == 3 else v for n, v in held.items()}  # lies elsewhere
+                    x = torch.full((4, 8), c + i / 16.0)
+                    got = setting.call([mine.get(n, x) for n in graph.inputs])
+                    for value, expected in zip(got, model(x), strict=True):
+                        torch.testing.assert_close(value, expected)
+
+            return run
+
+        switching = threading.Thread(target=switch)
+        switching.start()
+        together([client(c) for c in range(6)])
+        stop.set()
+        switching.join()
+        assert setting.dispatcher.periods > 0
+    setting.dispatcher.close()
+
+
+@pytest.mark.usefixtures("periodic")
+def test_an_error_in_a_period_fails_those_in_it_and_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    launch = HostPeriods.launch
+
+    def fails(self: HostPeriods, number: int, stream: object) -> None:
+        if number == 7:
+            raise ValueError("the driver refuses")
+        launch(self, number, stream)
+
+    monkeypatch.setattr(HostPeriods, "launch", fails)
+    with torch.no_grad():
+        setting = Setting(Diamond(), "random:0", 2, "static", captured=True)
+        want = setting.call(list(setting.args))
+        failed: list[int] = []
+
+        def client() -> None:
+            for i in range(12):
+                try:
+                    got = setting.call(list(setting.args))
+                except ValueError:
+                    failed.append(i)
+                    continue
+                for value, expected in zip(got, want, strict=True):
+                    torch.testing.assert_close(value, expected)
+
+        together([client] * 6)
+        assert setting.executor.period is not None
+        assert 1 <= len(failed) <= setting.executor.period.slots * 6
+    assert setting.dispatcher._under_way() == []
+    setting.dispatcher.close()
+
+
+@pytest.mark.usefixtures("periodic")
+def test_periods_that_cannot_be_captured_say_why(monkeypatch: pytest.MonkeyPatch):
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no capture here")
+
+    monkeypatch.setattr(cuda_dispatcher, "PeriodGraphs", refuses)
+    with torch.no_grad():
+        setting = Setting(Diamond(), "random:0", 2, "static", captured=True)
+        together([lambda: [setting.call(list(setting.args)) for _ in range(8)]] * 6)
+        assert setting.executor.reasons["periods"] == "they cannot be captured: RuntimeError: no capture here"
+        assert setting.dispatcher.periods == 0
+        overwrites = Setting(Counting(), "random:1", 2, "static", captured=True)
+        assert "and so would the stages of a period that stand idle" in overwrites.executor.reasons["periods"]
+    setting.dispatcher.close()
+    overwrites.dispatcher.close()
 
 
 def together(jobs: list[Any]) -> None:
@@ -143,6 +317,16 @@ class Diamond(torch.nn.Module):
     def forward(self, x):
         left, right = torch.relu(self.a(x)), torch.sigmoid(self.b(x))
         return self.d(torch.tanh(left @ right.T) @ self.c(right)), left.sum()
+
+
+class Counting(Diamond):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        self.count.add_(x.sum(0))
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("order", ["due", "age", "fifo", "static"])
