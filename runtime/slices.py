@@ -22,7 +22,7 @@ def part_views(tensor: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]
         raw = torch.empty(0, dtype=_WORDS[width], device=tensor.device)
         shape, strides = (*box.shape[:-1], box.shape[-1] // width), (*(s // width for s in box.strides[:-1]), 1)
         # On the storage itself: record_stream does nothing for a piece of one, and its memory would be handed out too early.
-        views.append(raw.set_(tensor.untyped_storage(), first // width, shape, strides))  # type: ignore[call-overload]
+        views.append(raw.set_(tensor.untyped_storage(), first // width, shape, strides))
     return views
 
 

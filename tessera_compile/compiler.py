@@ -10,6 +10,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,8 +209,21 @@ def executors(compiled: Any) -> list[CpuLaneExecutor]:
 def _report_of(graphs: Sequence[Entry]) -> Report:
     from .reports import Report
 
-    made = [g.current_report() for g in graphs if not isinstance(g, str)]
+    made = [_with_memory(g) for g in graphs if not isinstance(g, str)]
     return Report(tuple(r for r in made if r is not None), tuple(g for g in graphs if isinstance(g, str)))
+
+
+def _with_memory(compiled: CompiledGraph | InductorGraph) -> GraphReport | None:
+    """The report of a graph with what is in memory for it now. Nothing is known of one that Inductor runs itself."""
+    report = compiled.current_report()
+    if report is None or isinstance(compiled, InductorGraph):
+        return report
+    from .runtime.memory import memory_use
+
+    options = compiled.options
+    built = None if options.dryrun else compiled.executor  # what a dry run builds runs everything at home
+    use = memory_use(report.ddg, report.profile, report.cluster, report.plan, inflight=options.inflight, executor=built)
+    return replace(report, memory=use)
 
 
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | None = None) -> Callable[..., Report]:

@@ -18,6 +18,7 @@ from .passes.errors import PlanError
 from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
 from .passes.refinement import Refinement
 from .ptx_tools.footprints import Box
+from .runtime.memory import MemoryUse
 from .runtime.pacing import Emulation
 from .runtime.roofline import ceiling
 
@@ -26,7 +27,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph: its kernels, dependences, times, plan and program, and the seconds of each step of the pipeline."""
+    """One graph: its kernels, dependences, times, plan and program, and the seconds of each step of the pipeline. ``memory``: by
+    device, and by GPU where several lie in one's memory."""
 
     number: int
     kernels: KernelGraph
@@ -38,6 +40,7 @@ class GraphReport:
     seconds: Mapping[str, float]
     fallbacks: tuple[str, ...] = ()
     emulation: Emulation | None = None
+    memory: Mapping[str, MemoryUse] = field(default_factory=dict, compare=False)
 
     def to_text(self) -> str:
         plan, graph = self.plan, self.kernels
@@ -60,6 +63,7 @@ class GraphReport:
             predicted = self.plan.makespan_us
             ratio = f" ({self.emulation.mean_us / predicted:.3f}× the plan's makespan)" if predicted else ""
             lines.append(f"  {self.emulation.to_text()}{ratio}")
+        lines += [f"  memory of {name}: {use.to_text()}" for name, use in self.memory.items()]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
         return "\n".join([*lines, "", self.table()])
 
@@ -134,6 +138,7 @@ class GraphReport:
             "fallbacks": list(self.fallbacks),
             "emulation": None if self.emulation is None else asdict(self.emulation),
             "cluster": json.loads(self.cluster.to_json()),
+            "memory": {name: asdict(use) for name, use in self.memory.items()},
         }
 
     def simple_plans(self) -> list[str]:
@@ -230,6 +235,7 @@ class Report:
                     g["seconds"],
                     tuple(g["fallbacks"]),
                     Emulation(**g["emulation"]) if g["emulation"] else None,
+                    {name: MemoryUse(**use) for name, use in g.get("memory", {}).items()},
                 )
             )
         return cls(tuple(graphs), tuple(data["fallbacks"]))
