@@ -209,12 +209,13 @@ def executors(compiled: Any) -> list[CpuLaneExecutor]:
 def _report_of(graphs: Sequence[Entry]) -> Report:
     from .reports import Report
 
-    made = [_with_memory(g) for g in graphs if not isinstance(g, str)]
+    made = [_present_report(g) for g in graphs if not isinstance(g, str)]
     return Report(tuple(r for r in made if r is not None), tuple(g for g in graphs if isinstance(g, str)))
 
 
-def _with_memory(compiled: CompiledGraph | InductorGraph) -> GraphReport | None:
-    """The report of a graph with what is in memory for it now. Nothing is known of one that Inductor runs itself."""
+def _present_report(compiled: CompiledGraph | InductorGraph) -> GraphReport | None:
+    """The report of a graph with what is in memory for it now, and why it runs uncaptured where CUDA graphs were asked for.
+    Nothing is known of one that Inductor runs itself."""
     report = compiled.current_report()
     if report is None or isinstance(compiled, InductorGraph):
         return report
@@ -223,7 +224,9 @@ def _with_memory(compiled: CompiledGraph | InductorGraph) -> GraphReport | None:
     options = compiled.options
     built = None if options.dryrun else compiled.executor  # what a dry run builds runs everything at home
     use = memory_use(report.ddg, report.profile, report.cluster, report.plan, inflight=options.inflight, executor=built)
-    return replace(report, memory=use)
+    reasons = getattr(built, "reasons", {})
+    uncaptured = tuple(why if where in ("all", why) else f"{where}: {why}" for where, why in reasons.items())
+    return replace(report, memory=use, uncaptured=uncaptured)
 
 
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | Options | None = None) -> Callable[..., Report]:

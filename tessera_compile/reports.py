@@ -28,7 +28,7 @@ _SHOWN = 8
 @dataclass(frozen=True)
 class GraphReport:
     """One graph: its kernels, dependences, times, plan and program, and the seconds of each step of the pipeline. ``memory``: by
-    device, and by GPU where several lie in one's memory."""
+    device, and by GPU where several lie in one's memory. ``uncaptured``: why calls or segments run without a CUDA graph."""
 
     number: int
     kernels: KernelGraph
@@ -41,6 +41,7 @@ class GraphReport:
     fallbacks: tuple[str, ...] = ()
     emulation: Emulation | None = None
     memory: Mapping[str, MemoryUse] = field(default_factory=dict, compare=False)
+    uncaptured: tuple[str, ...] = field(default=(), compare=False)
 
     def to_text(self) -> str:
         plan, graph = self.plan, self.kernels
@@ -64,6 +65,7 @@ class GraphReport:
             ratio = f" ({self.emulation.mean_us / predicted:.3f}× the plan's makespan)" if predicted else ""
             lines.append(f"  {self.emulation.to_text()}{ratio}")
         lines += [f"  memory of {name}: {use.to_text()}" for name, use in self.memory.items()]
+        lines += [f"  uncaptured: {reason}" for reason in self.uncaptured]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
         return "\n".join([*lines, "", self.table()])
 
@@ -139,6 +141,7 @@ class GraphReport:
             "emulation": None if self.emulation is None else asdict(self.emulation),
             "cluster": json.loads(self.cluster.to_json()),
             "memory": {name: asdict(use) for name, use in self.memory.items()},
+            "uncaptured": list(self.uncaptured),
         }
 
     def simple_plans(self) -> list[str]:
@@ -236,6 +239,7 @@ class Report:
                     tuple(g["fallbacks"]),
                     Emulation(**g["emulation"]) if g["emulation"] else None,
                     {name: MemoryUse(**use) for name, use in g.get("memory", {}).items()},
+                    tuple(g.get("uncaptured", ())),
                 )
             )
         return cls(tuple(graphs), tuple(data["fallbacks"]))

@@ -310,7 +310,7 @@ def check(name: str, tiny: bool = False) -> dict[str, Any]:
             "from_eager_replayed": difference(results[-1], eager),
             "replayed_from_issued": difference(results[-1], results[0]),
             "replays": [getattr(e, "replays", 0) for e in found],
-            "uncaptured": sorted({r for e in found for r in getattr(e, "reasons", {}).values()}),
+            "uncaptured": sorted({r for g in made.graphs for r in g.uncaptured}),
             "crossing_values": sum(g.plan.cut_values for g in made.graphs),
             "fallbacks": [*made.fallbacks, *(f for g in made.graphs for f in g.fallbacks)],
             "first_call_s": seconds,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tessera_compile
+from tessera_compile.compiler import executors
 from tessera_compile.passes import depend, partition, schedule
 from tessera_compile.passes.cluster import Cluster, Device, Link
 from tessera_compile.passes.ir import Hold
@@ -61,6 +62,20 @@ def test_a_dry_run_has_only_what_is_planned():
     for device, use in report.graphs[0].memory.items():
         assert use.planned == report.graphs[0].plan.loads[device].memory_bytes
         assert (use.in_place, use.copied, use.allocated) == (None, None, None)
+
+
+def test_reports_say_why_something_runs_uncaptured():
+    torch.compiler.reset()
+    options = {"cluster": "2xcpu", "planner": "alternate", "codegen": "eager", "profile": "model"}
+    compiled = torch.compile(Counted().eval(), backend="tessera", options=options)
+    with torch.no_grad():
+        compiled(torch.randn(4, 16))
+    (executor,) = executors(compiled)
+    executor.reasons = {"all": "a kernel has effects", "S1": "it cannot be captured", "x lies on the host": "x lies on the host"}
+    report = tessera_compile.report(compiled)
+    assert report.graphs[0].uncaptured == ("a kernel has effects", "S1: it cannot be captured", "x lies on the host")
+    assert "uncaptured: S1: it cannot be captured" in report.to_text()
+    assert Report.from_json(report.to_json()).graphs[0].uncaptured == report.graphs[0].uncaptured
 
 
 def slices(memory: int) -> Cluster:
