@@ -343,7 +343,7 @@ def models(most_seconds: float = 190.0, tiny: bool = False) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return "", [f"not done after {most_seconds:.0f} s"]
         if done.returncode:
-            return "", done.stderr.strip().splitlines()[-12:]
+            return "", done.stderr.strip().splitlines()[-40:]
         return done.stdout.strip().splitlines()[-1], []
 
     with ThreadPoolExecutor(len(MODELS)) as pool:
@@ -354,7 +354,7 @@ def models(most_seconds: float = 190.0, tiny: bool = False) -> dict[str, Any]:
     for name, (line, failed) in said.items():
         if failed:
             rows[name] = {"failed": failed}
-            print(f"{name:12} failed: {' | '.join(failed[-3:])}")
+            print(f"{name:12} failed: {' | '.join(failed[-6:])}")
             continue
         row = rows[name] = json.loads(line)
         plain = [row["uncompiled"][policy] for policy in ("throughput", "latency")]
