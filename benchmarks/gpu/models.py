@@ -218,10 +218,7 @@ class OneByOne(torch.fx.Interpreter):
         self.stream_of = {node: streams[placement[k.name]].compute for k in graph.kernels for node in k.nodes}
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        stream = self.stream_of.get(n.name)
-        if stream is None:
-            return super().run_node(n)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self.stream_of.get(n.name)):  # None: the current one
             result = super().run_node(n)
         torch.cuda.synchronize()
         return result
