@@ -121,6 +121,28 @@ class MixPlan:
         )
 
 
+@dataclass(frozen=True)
+class GraphShares:
+    """What a mixture says of one graph. Graphs of one mixture have the same ``mixture``.
+
+    ``plans``: of each plan its share of the requests, and the group of each of the graph's kernels. ``groups``: group → devices.
+    """
+
+    mixture: MixPlan
+    plans: tuple[tuple[float, Mapping[str, str]], ...]
+    groups: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, mixture: MixPlan, graph: str) -> GraphShares:
+        """Of the graph that is called ``graph`` in the mixture."""
+        prefix = f"{graph}/"
+        plans = tuple(
+            (plan.share, {k.removeprefix(prefix): g for k, g in plan.placement.items() if k.startswith(prefix)})
+            for plan in mixture.plans
+        )
+        return cls(mixture, plans, mixture.groups)
+
+
 def recommend(baselines: Mapping[str, float], value: float, worth_it: float = 0.02) -> str:
     """ "one device", "replicas" or "split by kernel": the simplest plan within ``worth_it`` of the best."""
     single = min((us for name, us in baselines.items() if name.startswith("single:")), default=float("inf"))

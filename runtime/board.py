@@ -15,8 +15,13 @@ the busiest lane or link would have done all that the requests before it ask of 
 follow one program. So one total order respects all dependences, whatever requests come and go: under ``static`` the least segment
 that has not run is first in its lane and has all it needs, and the lanes cannot deadlock.
 
+Where requests of unlike length are in flight the longer ones have more slack: each is due when it would end if all took the same
+multiple of the time that they take alone (the multiple that was seen of late). Otherwise the long segments of a prefill would
+hold up the short ones of decode steps at every crossing, and lanes that wait for those would idle.
+
 A link carries one value at a time in each direction; of the values that wait for it the oldest request's goes first (``fifo``:
-the one sent first; ``due``, ``static``: the one that comes next in the steady state, for which ``static`` waits too). Times are
+the one sent first; ``due``, ``static``: the one that comes next in the steady state, for which ``static`` waits too). But for
+``static``, it is carried in pieces (``Route.piece``), after each of which another value may go first. Times are
 numbers of the caller's clock. With modelled times the caller asks at the times that it is told, and the answers are a discrete-
 event simulation's, as ``simulator.py`` has them; the engine's lanes ask in real time. A lane never has a segment waiting behind
 another: it chooses when it is free, so nothing has to be taken back for an older request. Lanes that are fed ahead of time, as
@@ -33,6 +38,9 @@ from typing import Any, Literal, Protocol
 
 from ..passes.ir import Instruction, KernelGraph, Program, Recv, Run, Send, Signal, Wait
 
+#: Longest time that a modelled link serves one value before it looks for one that goes first, µs: 2.5 MB at 200 Gbit/s.
+PIECE_US = 100.0
+
 Order = Literal["age", "fifo", "due", "static"]
 
 
@@ -46,6 +54,8 @@ class Route:
         starts: segment (or ``"value->lane"``) → its start in the steady state, after that of its request. Without one the
             order is that in which the segments can run, one after the other.
         period: time between requests in the steady state.
+        alone: time from a request's start to its end when no other is in flight; 0: unknown.
+        piece: the longest time that a link carries a value before it looks for one that goes first.
         writes: (lane, position) → storages overwritten there.
         storages: value → storage that holds it, of values that are sent.
         sizes: value → bytes.
@@ -58,6 +68,8 @@ class Route:
     transfer_time: Callable[[str, int, int], float] = lambda *_: 0.0
     starts: Mapping[str, float] | None = None
     period: float = 0.0
+    alone: float = 0.0
+    piece: float = math.inf
     writes: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     storages: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -156,7 +168,8 @@ class Ticket:
         self.arrived: list[dict[tuple[int, str], float]] = [{} for _ in range(count)]
         self.untaken: list[dict[str, int]] = [{} for _ in range(count)]
         self.moved: dict[tuple[int, int], set[str]] = {}
-        self.base = 0.0
+        self.stuck = [False] * count  # Was found unable to go on in a lane, and nothing has changed since.
+        self.base = self.slack = 0.0  # The base contains the slack.
         self.admitted = 0.0
         self.busy = 0
         self.dropped = False
@@ -252,6 +265,8 @@ class Board:
         self.finished: list[Ticket] = []
         self._frontier = -math.inf
         self._work: dict[tuple[int, ...], float] = {}
+        self._slowdown = 2.0  # Of late, a request's time over its time alone.
+        self._shortest = math.inf  # Least time alone of any request.
 
     def admit(self, ticket: Ticket, now: float) -> None:
         """Lets ``ticket`` in; nobody must hold its number already."""
@@ -263,6 +278,12 @@ class Board:
             self._work = {resource: work + behind for resource, work in self._work.items()}
         for resource, load in ticket.route.loads.items():
             self._work[resource] = self._work.get(resource, ticket.base) + load
+        alone = ticket.route.alone
+        if alone:
+            self._shortest = min(self._shortest, alone)
+            # More than the time by which what it asks of one resource puts off the base of those behind it.
+            ticket.slack = self._slowdown * (alone - self._shortest)
+            ticket.base += ticket.slack
         bisect.insort(self.tickets, ticket, key=lambda t: t.number)
 
     def drop(self, ticket: Ticket) -> None:
@@ -296,13 +317,16 @@ class Board:
         active = self._active()
         candidates: list[tuple[float, Ticket]] = []
         for ticket in active:
+            if ticket.stuck[lane]:
+                continue
             instruction = ticket.next(lane)
             if instruction is None or (running is not None and running.ticket is ticket):
                 continue
             ready = ticket.ready(lane, instruction)
-            if isinstance(instruction, Run):
-                if ready < math.inf:
-                    candidates.append((ready, ticket))
+            if ready == math.inf:
+                ticket.stuck[lane] = True
+            elif isinstance(instruction, Run):
+                candidates.append((ready, ticket))
             elif ready <= now:
                 return self._step(ticket, lane, instruction, ready)
             else:
@@ -328,7 +352,7 @@ class Board:
             ready, ticket = min(able, key=lambda c: (self._key(c[1], lane), c[1].number))
         else:
             ready, ticket = able[0]
-        self._frontier = max(self._frontier, self._key(ticket, lane))
+        self._frontier = max(self._frontier, self._key(ticket, lane) - ticket.slack)
         instruction = ticket.next(lane)
         assert instruction is not None
         step = self.running[lane] = self._step(ticket, lane, instruction, max(free, ready))
@@ -358,6 +382,7 @@ class Board:
         elif isinstance(instruction, Recv):
             del ticket.arrived[lane][instruction.source, instruction.value]
             ticket.untaken[instruction.source][ticket.route.storages.get(instruction.value, instruction.value)] -= 1
+            ticket.stuck[instruction.source] = False
         elif isinstance(instruction, Wait):
             del ticket.arrived[lane][instruction.source, _name(instruction)]
         self._pass(ticket, lane)
@@ -407,6 +432,9 @@ class Board:
         if ticket.done:
             self.tickets.remove(ticket)
             self.finished.append(ticket)
+            if ticket.route.alone:
+                seen = (ticket.finished - ticket.admitted) / ticket.route.alone
+                self._slowdown += (max(1.0, seen) - self._slowdown) / 16
             if not self.pipelined and self.tickets:  # The next one starts now, not when it came.
                 self.tickets[0].since = [max(since, ticket.finished) for since in self.tickets[0].since]
 
@@ -444,10 +472,16 @@ class Board:
                     waiting = [x for x in waiting if (x.ticket, x.name) in allowed]
                     if not waiting:
                         break  # Until something has arrived, or has been made.
-                link.moving += 1
                 chosen = min(waiting, key=lambda x: self._precedence(x, target))
+                piece = chosen.ticket.route.piece
+                if chosen.takes > piece and not strict and self.gate is None:
+                    chosen.takes -= piece
+                    link.free_at = begin + piece
+                    continue
+                link.moving += 1
                 link.queue.remove(chosen)
                 arrival = link.free_at = begin + chosen.takes
                 chosen.ticket.arrived[lane][source, chosen.name] = arrival
+                chosen.ticket.stuck[lane] = False
                 chosen.ticket.moved.setdefault((source, target), set()).add(chosen.name)
         return wake

@@ -40,7 +40,7 @@ from .runtime.dispatcher import Dispatcher
 from .runtime.enrolment import serve, serving
 from .runtime.monitor import Followed, Monitor
 from .runtime.ordering import Learnt, Leaves, Ordering, versions_of
-from .ways import Way, Ways
+from .ways import Turn, Way, Ways
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class _Request:
         self.execution = 0.0  # seconds on the lanes (emulated ones, if paced)
         self.alone = 0.0  # seconds that the plans predict for it alone
         self.written: set[int] = set()
+        self.turns: dict[Hashable, Turn] = {}  # Of mixtures, whose graphs it takes by one plan.
         self.tokens: list[float] = []
         self.abandoned: BaseException | None = None
         self.key: Hashable | None = None  # Equal for requests that may be joined with it.
@@ -191,8 +192,9 @@ class Engine:
         self._devices: tuple[str, ...] = ()
         self._short = False  # Whether the steady states are worth following.
         self._ways: weakref.WeakKeyDictionary[CompiledGraph, Ways] = weakref.WeakKeyDictionary()
-        #: Of conversations: state's storage → the storage, so that its identity stays taken, and the plan that it stays with.
-        self._stays: dict[int, tuple[Any, Followed]] = {}
+        #: Of conversations: state's storage → the storage, so that its identity stays taken, and the plan and the turns that it
+        #: stays with.
+        self._stays: dict[int, tuple[Any, Followed, dict[Hashable, Turn]]] = {}
         self._began = time.monotonic()
         self._workers = [threading.Thread(target=self._serve, name=f"tessera-request-{i}", daemon=True) for i in range(inflight)]
         self._timer = threading.Thread(target=self._watch, name="tessera-timer", daemon=True)
@@ -514,7 +516,7 @@ class Engine:
             for x, name in zip(args, graph.kernels.inputs, strict=True)
             if name in graph.kernels.mutated
         ]
-        way = ways.choose(self._plan_for(request, ways, state))
+        way = ways.choose(*self._plan_for(request, ways, state))
         request.written.update(key for key, _ in state)
         del state
         dispatcher = self._dispatcher
@@ -528,19 +530,28 @@ class Engine:
             request.alone += way.alone_us / 1e6
         return results
 
-    def _plan_for(self, request: _Request, ways: Ways, state: list[tuple[int, torch.Tensor]]) -> Followed:
-        """The plan that is being followed; of a conversation the one that it began with, where the plans keep state in different
-        places."""
+    def _plan_for(
+        self, request: _Request, ways: Ways, state: list[tuple[int, torch.Tensor]]
+    ) -> tuple[Followed, Turn | None]:
+        """The plan that is being followed and, of a mixture, the request's turn; of a conversation those that it began with,
+        where the plans keep state in different places."""
         if not state or ways.same_homes():
-            return request.following
+            return request.following, self._turn_in(request.turns, ways, request.following)
         with self._lock:
-            stays = next((self._stays[key][1] for key, _ in state if key in self._stays), request.following)
+            stays, turns = next((self._stays[key][1:] for key, _ in state if key in self._stays), (request.following, {}))
             for key, tensor in state:
                 if key not in self._stays:
-                    self._stays[key] = (torch_compat.weak_storage(tensor), stays)
+                    self._stays[key] = (torch_compat.weak_storage(tensor), stays, turns)
             if len(self._stays) > 1024:
                 self._stays = {key: x for key, x in self._stays.items() if not x[0].expired()}
-            return stays
+            return stays, self._turn_in(turns, ways, stays)
+
+    def _turn_in(self, turns: dict[Hashable, Turn], ways: Ways, following: Followed) -> Turn | None:
+        """The turn that was taken before in this mixture, or a new one."""
+        found = turns.get(ways.mixture)
+        if found is None and (found := ways.turn(following)) is not None:
+            turns[ways.mixture] = found
+        return found
 
     def _ways_of(self, graph: CompiledGraph) -> Ways:
         ways = self._ways.get(graph)

@@ -26,6 +26,7 @@ from .passes.extents import extents
 from .passes.hidden_writes import declare
 from .passes.ir import KernelGraph, Plan, Profile, Program
 from .passes.keeping import keep
+from .passes.mix_plan import GraphShares
 from .passes.partitioning import matching, pinned
 from .passes.placements import place
 from .progress import progress
@@ -67,6 +68,7 @@ class CompiledGraph:
         self.report: GraphReport | None = None
         self.executor: Any = None  # of CPU lanes or of CUDA lanes
         self.prepare: Callable[[CompiledGraph, list[Any]], None] | None = None
+        self.joint: GraphShares | None = None  # Its part of the mixture that it was planned for with others.
         self.cluster = options.resolved_cluster()
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}

@@ -8,7 +8,7 @@ the engine; what the model of times leaves out (launches, Python, contention for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .catalogue import make_cluster
 from .engine_stats import Percentiles
@@ -18,7 +18,7 @@ from .passes.ir import KernelGraph, Profile, Program, format_bytes, sent_bytes
 from .passes.ir import Run as RunSegment
 from .passes.steady import steady
 from .reports import GraphReport, Report
-from .runtime.board import Order, Route, route_of
+from .runtime.board import PIECE_US, Order, Route, route_of
 from .runtime.simulator import Passage, drive
 
 
@@ -71,7 +71,9 @@ def modelled_route(
             loads[lane] = loads.get(lane, 0.0) + run_us[x.segment]
         elif hasattr(x, "to") and hasattr(x, "value"):
             loads[lane, x.to] = loads.get((lane, x.to), 0.0) + transfer_us(x.value, lane, x.to)
-    route = route_of(graph, program, run_time=run_us, transfer_time=transfer_us, starts=made.starts, period=made.period_us)
+    timed = route_of(graph, program, run_time=run_us, transfer_time=transfer_us)
+    alone = drive(lambda _: [timed], [0.0], lanes=len(names), inflight=1).passages[0].finish
+    route = replace(timed, starts=made.starts, period=made.period_us, alone=alone, piece=PIECE_US)
     return route, max(loads.values(), default=0.0)
 
 

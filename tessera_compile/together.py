@@ -9,7 +9,7 @@
 
 The calls run as they always do. On leaving the block their graphs are planned as one mix: weights and state that two graphs
 share, told by their storage, are held once, and the bottleneck of the whole mix is minimised. Then each graph follows its
-part of the plan.
+part of the plan: in plain calls of the best single one, in an engine of the mixture's plans by their shares.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .catalogue import make_cluster
 from .passes import torch_compat
 from .passes.cluster import Cluster
 from .passes.errors import OptionsError, PlanError
+from .passes.mix_plan import GraphShares
 from .passes.ir import format_bytes
 from .passes.mixture import MixPlan
 from .passes.partitioning import matching
@@ -164,6 +165,7 @@ class PlanTogether:
             prefix = f"{ddg.graph['name']}/"
             placement = {k.removeprefix(prefix): members[g] for k, g in followed.items() if k.startswith(prefix)}
             changes.append(self._follow(graph, phase, placement))
+            graph.joint = GraphShares.of(self.plan, ddg.graph["name"])
         self.changes = tuple(changes)
 
     def _follow(self, graph: CompiledGraph, phase: str, placement: Mapping[str, str]) -> Change:
@@ -190,8 +192,7 @@ class PlanTogether:
         lines = [self.plan.to_text(), f"graphs share {format_bytes(self.shared)} of weights and state"]
         if len(self.plan.plans) > 1:
             lines.append(
-                f"a plain call follows the plan with the largest share, {self.plan.plans[0].bottleneck_us:.1f} µs a mix; only an "
-                "engine can mix them"
+                f"a plain call follows the best single plan, {self.plan.single_us:.1f} µs a mix; an engine mixes them"
             )
         return "\n".join([*lines, *map(str, self.changes)])
 

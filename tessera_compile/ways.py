@@ -6,7 +6,7 @@ import itertools
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,26 @@ from .passes import partition, schedule, verify
 from .passes.errors import PlanError, TesseraWarning
 from .passes.ir import Plan, Program, Run, format_bytes, sent_bytes
 from .passes.mix import mix_of_graphs
+from .passes.mix_plan import GraphShares
 from .passes.mixture import best_mixture
 from .passes.steady import Steady, steady, verify_steady
 from .pipeline import CompiledGraph, make_plan
-from .runtime.board import Route, route_of
+from .runtime.board import PIECE_US, Route, route_of
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
 from .runtime.monitor import Followed
 from .runtime.simulator import drive
 
 #: A steady state is followed on its own accord where its period is at most this times the shortest.
 NEAR = 1.02
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which plan of a mixture, by its place, and which device of each group of identical ones."""
+
+    mixture: Hashable  # The same for graphs that were planned together: what one chooses is for all.
+    plan: int
+    members: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Ways:
         self._graph, self._report = graph, report
         self._inflight, self._factor, self._free = inflight, factor, free_transfers
         self._lock = threading.Lock()
+        self.mixture: Hashable = id(self)
         self._made: dict[tuple[str, ...], Way] = {}
         self._outstanding: Counter[str] = Counter()
         self._served: list[int] = []
@@ -77,22 +88,29 @@ class Ways:
             self._shares = []
             warnings.warn(self.reason, TesseraWarning, stacklevel=2)
 
-    def choose(self, following: Followed) -> Way:
-        """The way of the next request. A mixture's plans take turns by their shares; of identical devices the one with the fewest
-        requests in flight serves."""
+    def turn(self, following: Followed) -> Turn | None:
+        """The turn of the next request, or conversation: a mixture's plans are served by their shares; of identical devices the
+        one with the fewest requests in flight serves. None where one plan serves all."""
+        with self._lock:
+            if following == "latency" or self.throughput is None or not self._shares:
+                return None
+            total = sum(self._served) + 1
+            behind = [share * total - served for (share, _), served in zip(self._shares, self._served, strict=True)]
+            plan = behind.index(max(behind))
+            self._served[plan] += 1
+            members = {g: min(names, key=lambda d: self._outstanding[d]) for g, names in self._groups.items()}
+            return Turn(self.mixture, plan, members)
+
+    def choose(self, following: Followed, turn: Turn | None = None) -> Way:
+        """The way of a request; ``turn``, of this mixture, as :meth:`turn` has given it."""
         with self._lock:
             if following == "latency" or self.throughput is None:
                 way = self.latency or self.throughput
                 assert way is not None
-            elif not self._shares:
+            elif not self._shares or turn is None:
                 way = self.throughput
             else:
-                total = sum(self._served) + 1
-                behind = [share * total - served for (share, _), served in zip(self._shares, self._served, strict=True)]
-                turn = behind.index(max(behind))
-                self._served[turn] += 1
-                members = {g: min(names, key=lambda d: self._outstanding[d]) for g, names in self._groups.items()}
-                placement = {k: members[g] for k, g in self._shares[turn][1].items()}
+                placement = {k: turn.members[g] for k, g in self._shares[turn.plan][1].items()}
                 way = self._way("throughput", self._evaluated(placement))
             self._outstanding.update(dict.fromkeys(way.plan.placement.values(), 1))
             return way
@@ -128,6 +146,11 @@ class Ways:
     def _mix(self, single: Way) -> None:
         """Looks for a mixture of plans that is better than the best one."""
         report, graph = self._report, self._graph
+        if graph.joint is not None and report.plan.planner == "together":
+            if len(graph.joint.plans) > 1:
+                self.mixture = id(graph.joint.mixture)  # Which the graph keeps alive.
+                self._share(graph.joint.plans, graph.joint.groups)
+            return
         if report.plan.planner != "milp" or graph.options.pins or not graph.kernels.kernels:
             return
         mix = mix_of_graphs(
@@ -139,10 +162,12 @@ class Ways:
             return
         if found.bottleneck_us >= 0.999 * single.plan.bottleneck_us:
             return
-        prefix = f"{mix.workloads[0]}/"
-        self._shares = [(p.share, {k.removeprefix(prefix): g for k, g in p.placement.items()}) for p in found.plans]
-        self._served = [0] * len(self._shares)
-        self._groups = found.groups
+        own = GraphShares.of(found, mix.workloads[0])
+        self._share(own.plans, own.groups)
+
+    def _share(self, plans: Sequence[tuple[float, Mapping[str, str]]], groups: Mapping[str, tuple[str, ...]]) -> None:
+        """Makes the ways of a mixture's plans."""
+        self._shares, self._served, self._groups = list(plans), [0] * len(plans), groups
         for _, placement in self._shares:
             used = sorted(set(placement.values()))
             for members in itertools.product(*(self._groups[g] for g in used)):
@@ -209,7 +234,8 @@ class Ways:
                 "transfer_time": lambda v, s, t: ns * transfer_us(v, s, t),
             }
         starts = {name: ns * us for name, us in made.starts.items()}
-        return route_of(graph, program, starts=starts, period=ns * made.period_us, **timed), made, alone
+        slack: dict[str, float] = {"period": ns * made.period_us, "alone": ns * alone, "piece": ns * PIECE_US}
+        return route_of(graph, program, starts=starts, **slack, **timed), made, alone
 
     def _too_big(self) -> str:
         """Why the plans do not fit into memory together; empty if they do."""

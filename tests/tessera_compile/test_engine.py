@@ -533,7 +533,7 @@ def test_a_conversation_stays_on_its_plan_where_plans_keep_state_apart():
         engine.follow("throughput")
         engine.submit(x, s).result(WAIT)
         engine.submit(x, other).result(WAIT)
-        stays = {key: plan for key, (_, plan) in engine._stays.items()}
+        stays = {key: plan for key, (_, plan, _) in engine._stays.items()}
         assert stays == {storage_key(s): "latency", storage_key(other): "throughput"}
 
 

@@ -98,3 +98,87 @@ def test_an_error_inside_is_not_hidden_and_plans_nothing():
     assert together.plan is None
     assert str(together) == "plan_together: nothing planned yet"
     assert not tessera_compile.pipeline.OBSERVERS
+
+
+class Two(nn.Module):
+    """Stateless; called on many rows and on one. With a state it overwrites that."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def forward(self, x, state=None):
+        y = torch.relu(self.layers(x))
+        if state is not None:
+            state.add_(y.sum(0))
+        return y @ y.T
+
+
+def jointly(compiled, *states):
+    with torch.no_grad(), plan_together("2xcpu", uses={"prefill": 1, "decode": 8}) as together:
+        for phase, rows in (("prefill", 32), ("decode", 1)):
+            with together.phase(phase):
+                compiled(torch.ones(rows, 256), *states)
+    return together.plan
+
+
+def test_an_engine_serves_each_graph_by_the_shares_of_the_joint_mixture():
+    torch.manual_seed(0)
+    model = Two().eval()
+    compiled = torch.compile(model, backend="tessera", options=OPTIONS, dynamic=False)
+    plan = jointly(compiled)
+    assert len(plan.plans) > 1  # Identical devices: replicas, at least.
+    xs = [torch.randn(32 if i % 5 == 0 else 1, 256) for i in range(40)]
+    with torch.no_grad():
+        want = [model(x) for x in xs]
+    with tessera_compile.Engine(compiled, inflight=3, policy="throughput") as engine:
+        for got, one in zip(engine.map(xs), want, strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
+        found = dict(engine._ways)
+    assert len(found) == 2
+    for graph, ways in found.items():
+        assert ways.mixture == id(plan)
+        assert [share for share, _ in ways._shares] == [p.share for p in plan.plans]
+        total = sum(ways._served)
+        assert total == (8 if graph.number == 0 else 32)
+        for served, shared in zip(ways._served, plan.plans, strict=True):
+            assert abs(served - shared.share * total) <= 1
+        for share, placement in ways._shares:
+            del share
+            assert set(placement) == {k.name for k in graph.kernels.kernels}
+
+
+def test_a_conversation_takes_all_graphs_by_one_plan_of_the_mixture():
+    from tessera_compile.runtime.state_homes import HOMES, mark
+
+    torch.manual_seed(0)
+    model = Two().eval()
+    compiled = torch.compile(model, backend="tessera", options=OPTIONS, dynamic=False)
+    first = torch.zeros(256)
+    mark(first)
+    plan = jointly(compiled, first)
+    states, twins = [torch.zeros(256) for _ in range(6)], [torch.zeros(256) for _ in range(6)]
+    for state in states:
+        mark(state)
+    with tessera_compile.Engine(compiled, inflight=2, policy="throughput") as engine, torch.no_grad():
+        for rows in (32, 1, 1):
+            for state, twin in zip(states, twins, strict=True):
+                x = torch.randn(rows, 256)
+                torch.testing.assert_close(engine.submit(x, state).result(60), model(x, twin), rtol=1e-4, atol=1e-4)
+        graphs = dict(engine._ways)
+        moved = sum(way.executor.moved for ways in graphs.values() for way in ways.all)
+        turns = [next(t.plan for t in turns.values()) for _, _, turns in engine._stays.values()]
+    for state, twin in zip(states, twins, strict=True):
+        torch.testing.assert_close(state, twin, rtol=1e-4, atol=1e-4)
+    assert len(plan.plans) > 1
+    assert len(turns) == 6
+    assert len(set(turns)) > 1  # Conversations share the plans,
+    (prefill, decode) = sorted(graphs, key=lambda g: g.number)
+
+    def home(graph, turn):
+        placement = dict(graphs[graph]._shares[turn][1])
+        return placement[graph.kernels.keeper(graph.kernels.kept[0])]
+
+    # and each moves its state only where its own plan has it.
+    assert moved == sum(4 * 256 for turn in turns if home(prefill, turn) != home(decode, turn))
+    assert [HOMES.of(s) for s in states] == [home(decode, t) for t in turns]
