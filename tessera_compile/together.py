@@ -28,8 +28,8 @@ from .catalogue import make_cluster
 from .passes import torch_compat
 from .passes.cluster import Cluster
 from .passes.errors import OptionsError, PlanError
-from .passes.mix_plan import GraphShares
 from .passes.ir import format_bytes
+from .passes.mix_plan import GraphShares
 from .passes.mixture import MixPlan
 from .passes.partitioning import matching
 from .passes.planning import plan_mix
@@ -191,9 +191,7 @@ class PlanTogether:
             return "plan_together: nothing planned yet"
         lines = [self.plan.to_text(), f"graphs share {format_bytes(self.shared)} of weights and state"]
         if len(self.plan.plans) > 1:
-            lines.append(
-                f"a plain call follows the best single plan, {self.plan.single_us:.1f} µs a mix; an engine mixes them"
-            )
+            lines.append(f"a plain call follows the best single plan, {self.plan.single_us:.1f} µs a mix; an engine mixes them")
         return "\n".join([*lines, *map(str, self.changes)])
 
 
