@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -126,21 +127,23 @@ class GraphShares:
     """What a mixture says of one graph. Graphs of one mixture have the same ``mixture``.
 
     ``plans``: of each plan its share of the requests, and the group of each of the graph's kernels. ``groups``: group → devices.
+    ``longest_us``: a segment should not keep a lane from the other graphs' requests for longer than that.
     """
 
     mixture: MixPlan
     plans: tuple[tuple[float, Mapping[str, str]], ...]
     groups: Mapping[str, tuple[str, ...]]
+    longest_us: float = math.inf
 
     @classmethod
-    def of(cls, mixture: MixPlan, graph: str) -> GraphShares:
+    def of(cls, mixture: MixPlan, graph: str, longest_us: float = math.inf) -> GraphShares:
         """Of the graph that is called ``graph`` in the mixture."""
         prefix = f"{graph}/"
         plans = tuple(
             (plan.share, {k.removeprefix(prefix): g for k, g in plan.placement.items() if k.startswith(prefix)})
             for plan in mixture.plans
         )
-        return cls(mixture, plans, mixture.groups)
+        return cls(mixture, plans, mixture.groups, longest_us)
 
 
 def recommend(baselines: Mapping[str, float], value: float, worth_it: float = 0.02) -> str:

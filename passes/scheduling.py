@@ -15,21 +15,47 @@ instruction of the lane that uses it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 
 import networkx as nx
 
 from ..ptx_tools.footprints import Box
 from .errors import PlanError
-from .ir import Free, Hold, Instruction, KernelGraph, Lane, Out, Plan, Program, Recv, Run, Send, Signal, Wait, segment_values
+from .ir import (
+    Free,
+    Hold,
+    Instruction,
+    KernelGraph,
+    Lane,
+    Out,
+    Plan,
+    Profile,
+    Program,
+    Recv,
+    Run,
+    Send,
+    Signal,
+    Wait,
+    segment_values,
+)
 from .parts import parts
 
 
-def schedule(ddg: nx.DiGraph, plan: Plan, *, one_kernel_a_segment: bool = False) -> Program:
+def schedule(
+    ddg: nx.DiGraph,
+    plan: Plan,
+    *,
+    one_kernel_a_segment: bool = False,
+    profile: Profile | None = None,
+    longest_us: float = math.inf,
+) -> Program:
     """Turns a plan into instruction lists.
 
     Args:
         one_kernel_a_segment: cut after every kernel, so that compiled pieces are shared between equal kernels.
+        longest_us: cut where a segment would take longer than that by ``profile``: while one runs its lane serves no other
+            request. Kernels are not cut.
 
     Raises:
         PlanError: the plan is for another graph.
@@ -40,7 +66,9 @@ def schedule(ddg: nx.DiGraph, plan: Plan, *, one_kernel_a_segment: bool = False)
         raise PlanError("the plan places other kernels than the dependence graph has; partition this graph again")
     lane_of = {k: plan.devices.index(plan.placement[k]) for k in names}
     home = plan.devices.index(plan.home)
-    segments = _segments(ddg, graph, lane_of, home, one_kernel_a_segment, eager=plan.objective == "latency")
+    took = {k: 0.0 if profile is None else profile.us(k, plan.placement[k]) for k in names}
+    longest = -math.inf if one_kernel_a_segment else longest_us
+    segments = _segments(ddg, graph, lane_of, home, took, longest, eager=plan.objective == "latency")
     events = _events(ddg, graph, lane_of, segments, home, len(plan.devices))
     kept = {v: lane_of[graph.keeper(v) or ""] for v in graph.kept}
     return Program(
@@ -57,15 +85,25 @@ def _wanted_at_home(graph: KernelGraph) -> dict[str, None]:
 
 
 def _segments(
-    ddg: nx.DiGraph, graph: KernelGraph, lane_of: Mapping[str, int], home: int, one_kernel_a_segment: bool, eager: bool
+    ddg: nx.DiGraph,
+    graph: KernelGraph,
+    lane_of: Mapping[str, int],
+    home: int,
+    took: Mapping[str, float],
+    longest: float,
+    eager: bool,
 ) -> list[tuple[str, ...]]:
-    """Runs of kernels on one lane, in the order in which they end. eager: none waits for what only a later kernel needs."""
+    """Runs of kernels on one lane, in the order in which they end. eager: none waits for what only a later kernel needs.
+    ``took``: µs of each kernel, ``longest``: of a run, which a kernel alone may exceed."""
     position = {k.name: i for i, k in enumerate(graph.kernels)}
     wanted = _wanted_at_home(graph)
     open_at: dict[int, list[str]] = {}
     done: list[tuple[str, ...]] = []
 
+    length: dict[int, float] = {}
+
     def close(lane: int) -> None:
+        length.pop(lane, None)
         kernels = open_at.pop(lane, None)
         if kernels:
             done.append(tuple(kernels))
@@ -78,10 +116,13 @@ def _segments(
         # A compiler may reorder two draws from one generator, or two prints, that it sees in one segment.
         if kernel.effect and any(graph[k].effect for k in open_at.get(lane, ())):
             close(lane)
+        if length.get(lane, 0.0) + took[kernel.name] > longest:
+            close(lane)
+        length[lane] = length.get(lane, 0.0) + took[kernel.name]
         open_at.setdefault(lane, []).append(kernel.name)
         leaves = any(lane_of[s] != lane for s in ddg.successors(kernel.name))
         home_needs = lane != home and any(v in wanted for v in kernel.outputs)
-        if leaves or home_needs or one_kernel_a_segment:
+        if leaves or home_needs:
             close(lane)
     for lane in sorted(open_at, key=lambda x: position[open_at[x][-1]]):
         close(lane)

@@ -34,6 +34,11 @@ from .passes.mixture import MixPlan
 from .passes.partitioning import matching
 from .passes.planning import plan_mix
 from .pipeline import CompiledGraph
+from .runtime.board import PIECE_US
+
+#: Under a joint plan an engine's segments take no longer than this part of what the shortest graph takes alone: a decode step
+#: that meets a segment of a prefill at a crossing waits for the rest of it.
+SEGMENT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,10 @@ class PlanTogether:
             prefix = f"{ddg.graph['name']}/"
             placement = {k.removeprefix(prefix): members[g] for k, g in followed.items() if k.startswith(prefix)}
             changes.append(self._follow(graph, phase, placement))
-            graph.joint = GraphShares.of(self.plan, ddg.graph["name"])
+        shortest = min(graph.report.plan.makespan_us for graph, _, _, _ in calls if graph.report is not None)
+        longest_us = max(PIECE_US, SEGMENT_SHARE * shortest)
+        for (graph, _, _, _), (ddg, _) in zip(calls, parts, strict=True):
+            graph.joint = GraphShares.of(self.plan, ddg.graph["name"], longest_us)
         self.changes = tuple(changes)
 
     def _follow(self, graph: CompiledGraph, phase: str, placement: Mapping[str, str]) -> Change:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import warnings
 from collections import Counter
@@ -194,7 +195,8 @@ class Ways:
         key = tuple(plan.placement[k.name] for k in graph.kernels.kernels)
         if key in self._made:
             return self._made[key]
-        program = schedule(graph.ddg, plan)
+        longest_us = math.inf if graph.joint is None else graph.joint.longest_us
+        program = schedule(graph.ddg, plan, profile=self._report.profile, longest_us=longest_us)
         verify(program, graph.ddg, plan)
         threads = lane_threads(len(graph.cluster.devices))
         executor = CpuLaneExecutor(graph.kernels, program, graph.codegen, threads=threads)
