@@ -1,5 +1,6 @@
 """The scheduler: programs of small graphs written out by hand, and random graphs whose programs must be proven and minimal."""
 
+import math
 import random
 import textwrap
 
@@ -417,3 +418,22 @@ def test_signals_are_sent_only_where_no_value_keeps_the_order():
                 assert any(all(d.kind != "raw" for d in ddg.edges[instruction.kernel, s]["deps"]) for s in after)
                 assert lane == lanes[int(instruction.kernel[1:])]
     assert signals > 10
+
+
+@pytest.mark.parametrize(
+    ("longest", "runs"),
+    [
+        (math.inf, [("k0", "k1", "k2", "k3")]),
+        (100.0, [("k0", "k1", "k2", "k3")]),
+        (60.0, [("k0", "k1"), ("k2", "k3")]),
+        (40.0, [("k0",), ("k1",), ("k2", "k3")]),
+        (5.0, [("k0",), ("k1",), ("k2",), ("k3",)]),
+    ],
+)
+def test_segments_are_cut_where_they_would_take_too_long(longest, runs):
+    ddg, cluster = synthetic([(0, 1), (1, 2), (2, 3)], 4), cpus(2)
+    profile = Profile.of({f"k{i}": {"d0": us, "d1": us} for i, us in enumerate((20.0, 40.0, 30.0, 10.0))})
+    plan = partition(ddg, profile, cluster, placement={f"k{i}": "d1" for i in range(4)})
+    program = schedule(ddg, plan, profile=profile, longest_us=longest)
+    verify(program, ddg, plan)
+    assert [x.kernels for _, _, x in program if isinstance(x, Run)] == runs
