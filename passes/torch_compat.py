@@ -476,3 +476,52 @@ def compiled_arguments(
         runner(*grid, stream, kernel.function, *middle, *given)
 
     return [name for _, name in kept], [args[place] for place in places], again
+
+
+@contextlib.contextmanager
+def collecting_accesses() -> Iterator[list[tuple[str, list[tuple[str, bool, Any, dict[str, Any], int, bool]]]]]:
+    """What Inductor takes its Triton kernels to access, of all that it generates in the block, in the order of their launches.
+
+    One (kernel, accesses) a launch. An access: (parameter, whether it is a write, index, ranges, bytes of an element, whether
+    it is atomic). ``index`` is a SymPy expression in elements from the pointer on, of the variables of ``ranges`` (name → size);
+    None is the whole buffer. Kernels from a cache are not generated.
+    """
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.virtualized import V
+
+    found: list[tuple[str, list[tuple[str, bool, Any, dict[str, Any], int, bool]]]] = []
+    original = TritonScheduling.define_kernel
+
+    def define_kernel(self: Any, src_code: Any, node_schedule: Any, kernel: Any) -> Any:
+        name = original(self, src_code, node_schedule, kernel)
+        real = V.graph.scheduler.mutation_real_name if V.graph.scheduler else {}
+        parameters: dict[str, set[str]] = {}
+        for table in (kernel.args.input_buffers, kernel.args.output_buffers, kernel.args.inplace_buffers):
+            for buffer, inner in table.items():
+                inner = getattr(inner, "inner_name", inner)
+                if isinstance(inner, str):
+                    parameters.setdefault(buffer, set()).add(inner)
+        accesses = []
+        for node in node_schedule:
+            sets = getattr(node, "read_writes", None)
+            if sets is None:  # a marker between the loops of a reduction
+                continue
+            for write, deps in ((False, sets.reads), (True, sets.writes)):
+                for dep in deps:
+                    buffer = real.get(dep.name, dep.name)
+                    plain = isinstance(dep, MemoryDep) and not dep.is_indirect()
+                    ranges = {str(v): s for v, s in zip(dep.var_names, dep.size, strict=True)} if plain else {}
+                    index = dep.index if plain else None
+                    atomic = getattr(dep, "mode", None) is not None
+                    for parameter in parameters.get(buffer, ()):
+                        size = V.graph.get_dtype(buffer).itemsize
+                        accesses.append((parameter, write, index, ranges, size, atomic))
+        found.append((name, accesses))
+        return name
+
+    TritonScheduling.define_kernel = define_kernel
+    try:
+        yield found
+    finally:
+        TritonScheduling.define_kernel = original

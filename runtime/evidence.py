@@ -18,6 +18,7 @@ import hashlib
 import math
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +26,11 @@ from typing import Any
 
 import torch
 
-from ..passes.extraction import extract, moved
 from ..passes.ir import KernelGraph
 from ..ptx_tools import Buffer, Footprint, Intervals, Module, PtxError, Verdict, footprint, parse, verdict
 from ..ptx_tools.footprints import BufferFootprint
 from ..ptx_tools.launch import VARIABLES_BASE
-from .codegen import Codegen, lookup, traced_device
+from .codegen import Codegen, Compiled, lookup
 from .copies import copies, storage_bytes
 from .dryrun import Arena, DryRunError, recording
 from .launches import Extent, Launch, Refused, capturing_launches
@@ -127,12 +127,12 @@ def gather(
     started = time.perf_counter()
     compiled = codegen.compile(graph, kernels, outputs, device)
     given = {name: lookup(dict(values), name) for name in compiled.inputs}
-    key = _key(graph, kernels, outputs, device, codegen, given, invented)
+    key = _key(compiled, given, invented)
     places = {name: f"in:{i}" for i, name in enumerate(compiled.inputs)}
     places |= {name: f"out:{i}" for i, name in enumerate(compiled.outputs)}
     with _lock:
-        held = _known.get(key)
-    if held is not None and held[0] is compiled.call:
+        held = _known.setdefault(codegen, {}).get(key)
+    if held is not None:
         return replace(_renamed(held[1], {place: name for name, place in places.items()}), seconds=time.perf_counter() - started)
     dependent = next((k for k in kernels if invented and (graph[k].data_dependent or graph[k].needs_data)), None)
     if dependent is not None:
@@ -153,31 +153,23 @@ def gather(
         reason = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
         return Evidence(None, reason=reason, seconds=time.perf_counter() - started)
     made = dict(zip(compiled.outputs, results, strict=True))
-    evidence = _assemble(kernels, own, made, [t for touch in seen for t in touch])
+    evidence = _assemble(kernels, own, made, [t for found in seen for t in found])
     if not evidence.guards:
         with _lock:
-            _known[key] = (compiled.call, _renamed(evidence, places))
-            while len(_known) > _KEPT:
-                _known.popitem(last=False)
+            _known[codegen][key] = (compiled.call, _renamed(evidence, places))
     return replace(evidence, seconds=time.perf_counter() - started)
 
 
 _lock = threading.Lock()
-_known: OrderedDict[Any, tuple[Any, Evidence]] = OrderedDict()
+#: By code generator, which gives equal pieces one callable: evidence of what it has made, values named by their place.
+_known: weakref.WeakKeyDictionary[Codegen, dict[Any, tuple[Any, Evidence]]] = weakref.WeakKeyDictionary()
 
 
-def _key(
-    graph: KernelGraph, kernels: Sequence[str], outputs: Sequence[str], device: torch.device | None, codegen: Codegen,
-    given: Mapping[str, Any], invented: bool,
-) -> Any:  # fmt: skip
-    piece = extract(graph, kernels, outputs)
-    home = traced_device(graph)
-    if device is not None and home is not None and device != home:
-        piece = moved(piece, home, device)
+def _key(compiled: Compiled, given: Mapping[str, Any], invented: bool) -> Any:
     shapes = tuple(
         (tuple(v.shape), tuple(v.stride()), v.device) if isinstance(v, torch.Tensor) else (type(v), v) for v in given.values()
     )
-    return piece.key, str(device), codegen.codegen, shapes, invented
+    return id(compiled.call), shapes, invented
 
 
 def _renamed(evidence: Evidence, names: Mapping[str, str]) -> Evidence:
@@ -226,10 +218,10 @@ def _span(tensor: torch.Tensor) -> Intervals:
 
 
 @dataclass
-class _Touch:
+class Touch:
     """What one launch touched, by address. ``exact``: that is its footprint; else it may touch that at most.
 
-    guards: the bytes whose contents were used. own: an operator's argument, told by the launches inside of it.
+    guards: the bytes whose contents were used; most: what it may read and write where these are not known.
     """
 
     record: LaunchRecord
@@ -237,6 +229,7 @@ class _Touch:
     writes: Intervals
     exact: bool
     guards: Intervals = NOTHING
+    most: tuple[Intervals, Intervals] = (NOTHING, NOTHING)
 
 
 @dataclass
@@ -254,8 +247,8 @@ class _Witness:
             shown = decided if isinstance(decided, str) else str(decided[1])
             raise Refused(f"{name} is {shown}, and there are no data")
 
-    def see(self, launch: Launch) -> list[_Touch]:
-        return _library(launch) if launch.kind == "library" else [_kernel(self._known(launch))]
+    def see(self, launch: Launch) -> list[Touch]:
+        return _library(launch) if launch.kind == "library" else [touch(self._known(launch))]
 
     def _known(self, launch: Launch) -> Launch:
         """Addresses that are passed as numbers as what they point to, where they point into an input."""
@@ -281,9 +274,9 @@ def _decided(ptx: str, name: str) -> tuple[Module, Verdict] | str:
         return str(error)
 
 
-def _library(launch: Launch) -> list[_Touch]:
+def _library(launch: Launch) -> list[Touch]:
     """An operator: the elements of its tensors, but for those arguments that launches inside of it show."""
-    inside: list[_Touch] = [touch for touches in launch.inside for touch in touches]
+    inside: list[Touch] = [touch for touches in launch.inside for touch in touches]
     told = [t for t in inside if t.record.kind != "library"]
     reads, writes = NOTHING, NOTHING
     for parameter, extent in launch.args:
@@ -298,10 +291,11 @@ def _library(launch: Launch) -> list[_Touch]:
         if written:
             writes = writes | part
     record = LaunchRecord(launch.name, "library", "", "", launch.grid, "", launch.opaque or "an operator", 0.0)
-    return [*inside, _Touch(record, reads, writes, False)]
+    return [*inside, Touch(record, reads, writes, False)]
 
 
-def _kernel(launch: Launch) -> _Touch:
+def touch(launch: Launch) -> Touch:
+    """What the launch of a kernel touched: its footprint, or the storages that it is given. Its tensors must be alive."""
     started = time.perf_counter()
     shown, how, reason = "", "", launch.opaque
     found: tuple[Intervals, Intervals] | None = None
@@ -322,17 +316,14 @@ def _kernel(launch: Launch) -> _Touch:
                     reason = str(decided[1])
             except (PtxError, DryRunError, ValueError) as error:
                 reason = str(error)
-    if found is None:
-        reads, writes = NOTHING, NOTHING
-        for parameter, extent in launch.args:
-            if isinstance(extent, Extent):
-                reads = reads | extent.whole()
-                if launch.written is None or parameter in launch.written:
-                    writes = writes | extent.whole()
-        found = reads, writes
-    seconds = time.perf_counter() - started
-    record = LaunchRecord(launch.name, launch.kind, launch.digest, shown, launch.grid, how, reason, seconds)
-    return _Touch(record, *found, bool(how), guards)
+    reads, writes = NOTHING, NOTHING
+    for parameter, extent in launch.args:
+        if isinstance(extent, Extent):
+            reads = reads | extent.whole()
+            if launch.written is None or parameter in launch.written:
+                writes = writes | extent.whole()
+    record = LaunchRecord(launch.name, launch.kind, launch.digest, shown, launch.grid, how, reason, time.perf_counter() - started)
+    return Touch(record, *(found or (reads, writes)), found is not None, guards, (reads, writes))
 
 
 def _block(launch: Launch, module: Module) -> Any:
@@ -506,42 +497,47 @@ def _placed(held: Sequence[tuple[Intervals, Intervals]], storages: Sequence[tupl
 # -- the piece
 
 
-def _assemble(kernels: Sequence[str], given: Mapping[str, Any], made: Mapping[str, Any], touches: Sequence[_Touch]) -> Evidence:
+def _assemble(kernels: Sequence[str], given: Mapping[str, Any], made: Mapping[str, Any], touches: Sequence[Touch]) -> Evidence:
     inputs = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
     outputs = {name: v for name, v in made.items() if isinstance(v, torch.Tensor)}
-    outside = NOTHING  # all that was there before
-    for value in inputs.values():
-        outside = outside | _span(value)
+    outside = Intervals.of(pair for value in inputs.values() for pair in _span(value))  # all that was there before
     written, reads, doubtful, guards = NOTHING, NOTHING, NOTHING, NOTHING
     maybe_reads, maybe_writes = NOTHING, NOTHING
     reasons: dict[str, None] = {}
+    unseen = False
+    records = []
     for touch in touches:
-        unknown = touch.reads - outside - written - maybe_writes
-        if unknown and touch.exact:
-            reasons[f"{touch.record.name} reads {unknown.nbytes} bytes that nothing seen has written"] = None
+        if touch.guards - outside or touch.guards & (written | maybe_writes):
+            # What it was guarded by is no input as it was given, so nobody can watch it.
+            record = replace(touch.record, how="", reason="what guards it is made in the same piece")
+            touch = Touch(record, *touch.most, False)
+        records.append(touch.record)
         if touch.exact:
+            unknown = touch.reads - outside - written - maybe_writes
+            if unknown:
+                unseen = True
+                reasons[f"{touch.record.name} reads {unknown.nbytes} bytes that were written by nothing that was seen"] = None
             reads = reads | (touch.reads - written)
             written = written | touch.writes
             guards = guards | touch.guards
-        else:
-            if touch.reads or touch.writes:
-                reasons[f"{touch.record.name}: {touch.record.reason}"] = None
+            # Memory of the piece's own: what becomes of it is what was written last.
+            doubtful = doubtful - (touch.writes - outside)
+        elif touch.reads or touch.writes:
+            reasons[f"{touch.record.name}: {touch.record.reason}"] = None
             maybe_reads, maybe_writes = maybe_reads | touch.reads, maybe_writes | touch.writes
             doubtful = doubtful | touch.reads | touch.writes
     for name, value in outputs.items():
         missing = Extent.of(value).intervals() - outside - written - maybe_writes if value.layout == torch.strided else NOTHING
         if missing:
+            unseen = True
             reasons[f"{missing.nbytes} bytes of {name} were written by nothing that was seen"] = None
-    unseen = any("nothing" in reason and "seen" in reason for reason in reasons)
-    if guards - outside:
-        reasons["what guards a kernel is made in the same piece"] = None
-        unseen = True
     buffers, exact, watched = [], set(), []
     library = any(not touch.exact for touch in touches)
     for name, value in {**inputs, **outputs}.items():
         span = _span(value)
         base = value.data_ptr() if span else 0
-        r, w = (reads | maybe_reads) & span, (written | maybe_writes) & span
+        # What is read of memory that the piece made was put there by the piece.
+        r, w = (reads | maybe_reads) & span & outside, (written | maybe_writes) & span
         buffers.append(_buffer(name, span.shift(-base), r.shift(-base), w.shift(-base)))
         touched = bool(r or w)
         if not unseen and not doubtful & span and (touched or not library) and value.layout == torch.strided:
@@ -549,6 +545,5 @@ def _assemble(kernels: Sequence[str], given: Mapping[str, Any], made: Mapping[st
         if name in inputs and guards & span:
             watched.append(name)
     names = tuple(watched)
-    records = tuple(touch.record for touch in touches)
     found = Footprint(" ".join(kernels), tuple(buffers), NOTHING, NOTHING, names)
-    return Evidence(found, frozenset(exact), records, names, reason="; ".join(reasons))
+    return Evidence(found, frozenset(exact), tuple(records), names, reason="; ".join(reasons))

@@ -22,6 +22,7 @@ import contextlib
 import gc
 import hashlib
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,9 @@ from .copies import extent
 MOST_RUNS = 1 << 18
 
 _BUILTIN = {"aten", "prims", "prim", "inductor", "rngprims", "_c10d_functional"}
+#: Beginnings of names of operators that touch no contents, and what marks those that take a tensor for its shape alone.
 _NO_ACCESS = ("empty", "new_empty", "_reinterpret", "resize_", "set_", "record_stream", "sym_", "is_pinned", "_unsafe_view")
+_SHAPE_ALONE = re.compile(r"_like$|::new_")
 _lock = threading.RLock()
 
 
@@ -333,7 +336,7 @@ def _core_launch(capture: _Capture, original: Callable[..., Any]) -> Callable[..
         capture.ask(name, ptx)
         with capture.pause():
             result = original(stream, config, kernel, *args)
-        opaque = "" if ptx is not None else "its object code is not PTX"
+        opaque = "" if ptx is not None else "its object code is not PTX, or is no longer there"
         given: list[tuple[str, Extent | int | float | None]] = []
         for number, value in enumerate(args):
             plain = _plain_argument(value)
@@ -394,7 +397,7 @@ def _object_code(kernel: Any) -> tuple[str, bytes, bool]:
                 with open(code, "rb") as file:
                     code = file.read()
             return name.decode(), bytes(code), found.code_type == "ptx"
-    return name.decode(), str(handle).encode(), False
+    return name.decode(), str(handle).encode(), False  # dropped since: a kernel does not hold on to the text it came from
 
 
 # -- operators
@@ -431,6 +434,8 @@ class _Operators(TorchDispatchMode):
 
     def _seen(self, func: Any, name: str, args: Any, kwargs: Any, call: Callable[[], Any], schema: Any) -> Any:
         given = _arguments(schema, args, kwargs)
+        if schema is not None and func.namespace in _BUILTIN and _SHAPE_ALONE.search(schema.name):
+            given = []
         capture = self.capture
         capture.levels.append([])
         try:

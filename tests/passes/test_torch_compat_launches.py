@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,3 +108,42 @@ def test_inductors_autotuner_is_there_and_names_what_it_writes():
     assert torch_compat.autotuner_writes(own) == {"in_out_ptr1", "out_ptr0", "kept"}
     users = SimpleNamespace(heuristic_type=HeuristicType.USER_AUTOTUNE, fn=fn, mutated_arg_names=[])
     assert torch_compat.autotuner_writes(users) is None
+
+
+def test_accesses_are_collected_where_kernels_are_defined(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from torch._inductor.codegen.common import KernelArgs
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.dependencies import MemoryDep, ReadWrites, StarDep
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    d = sympy.Symbol("d0")
+    tmp = sympy.Symbol("tmp0")
+    reads = [MemoryDep("arg0", d * 2, (d,), (8,)), MemoryDep("arg1", tmp, (d,), (8,)), StarDep("arg2")]
+    sets = ReadWrites(OrderedSet(reads), OrderedSet([MemoryDep("buf1", d, (d,), (8,), "atomic_add")]), OrderedSet())
+    monkeypatch.setattr(TritonScheduling, "define_kernel", lambda self, code, schedule, kernel: "triton_k")
+    before = TritonScheduling.define_kernel
+    graph = SimpleNamespace(
+        scheduler=SimpleNamespace(mutation_real_name={"buf1": "arg3"}), removed_buffers=set(), unaligned_buffers=set(),
+        get_dtype=lambda name: torch.float16 if name == "arg0" else torch.float32,
+    )  # fmt: skip
+    with V.set_graph_handler(graph), torch_compat.collecting_accesses() as found:
+        args = KernelArgs()
+        for name in ("arg0", "arg1", "arg2"):
+            args.input(name)
+        args.make_inplace("arg3", "buf9")
+        schedule = [SimpleNamespace(read_writes=sets), object()]
+        assert TritonScheduling.define_kernel(None, "", schedule, SimpleNamespace(args=args)) == "triton_k"
+    assert TritonScheduling.define_kernel is before
+    ((name, accesses),) = found
+    assert name == "triton_k"
+    assert sorted(accesses, key=str) == sorted(
+        [
+            ("in_ptr0", False, 2 * d, {"d0": 8}, 2, False),
+            ("in_ptr1", False, None, {}, 4, False),
+            ("in_ptr2", False, None, {}, 4, False),
+            ("in_out_ptr0", True, d, {"d0": 8}, 4, True),
+        ],
+        key=str,
+    )
