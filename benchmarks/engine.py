@@ -16,12 +16,13 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import platform
 import random
 import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,19 @@ import torch
 import tessera_compile
 from tessera_compile import Engine, make_cluster, simulate
 from tessera_compile.engine_stats import Percentiles
+from tessera_compile.in_flight import simulated_us
 from tessera_compile.passes import depend, partition, schedule, verify
-from tessera_compile.passes.ir import Kernel, KernelGraph, Profile, Value
+from tessera_compile.passes.crossings import plans_by_crossings
+from tessera_compile.passes.ir import Kernel, KernelGraph, Plan, Profile, Value
 from tessera_compile.passes.mix import Mix, mix_of_table, read_table
+from tessera_compile.passes.mix_plan import MixPlan, SharedPlan
 from tessera_compile.passes.mixture import best_mixture
 from tessera_compile.reports import Report
+from tessera_compile.runtime.board import PIECE_US, Route
 from tessera_compile.runtime.monitor import Monitor
 from tessera_compile.runtime.simulator import Passage, Run, drive
 from tessera_compile.simulation import modelled_route
+from tessera_compile.together import SEGMENT_SHARE
 
 CLUSTER = "a100-80gb,l40s@{}Gbps+10us"
 PACE = 2000.0  # real time per emulated time
@@ -115,9 +121,24 @@ def models() -> dict[str, Any]:
     return found
 
 
-def program_of(mix: Mix, workload: int, placement: Sequence[int], cluster: Any) -> tuple[KernelGraph, Any, Profile]:
-    """One workload of a mix under a placement, as a program: values that cross are moves of the mix, once for each destination.
-    What another workload, or the next use, needs is sent to its group and ends there."""
+def programs_of(
+    mix: Mix, placement: Sequence[int], cluster: Any, cut: bool = True
+) -> dict[str, tuple[KernelGraph, Any, Profile]]:
+    """The workloads of a mix under a placement, as programs. cut: segments no longer than an engine lets them be under a joint
+    plan."""
+    planned = {name: graph_of(mix, w, placement, cluster) for w, name in enumerate(mix.workloads)}
+    longest = max(PIECE_US, SEGMENT_SHARE * min(plan.makespan_us for _, plan, _ in planned.values())) if cut else math.inf
+    made = {}
+    for name, (ddg, plan, profile) in planned.items():
+        program = schedule(ddg, plan, profile=profile, longest_us=longest)
+        verify(program, ddg, plan)
+        made[name] = (ddg.graph["kernels"], program, profile)
+    return made
+
+
+def graph_of(mix: Mix, workload: int, placement: Sequence[int], cluster: Any) -> tuple[Any, Plan, Profile]:
+    """One workload of a mix under a placement: values that cross are moves of the mix, once for each destination. What another
+    workload, or the next use, needs is sent to its group and ends there."""
     members = [k for k in range(len(mix.kernels)) if mix.workload[k] == workload]
     inside = set(members)
     values: dict[str, Value] = {}
@@ -151,10 +172,7 @@ def program_of(mix: Mix, workload: int, placement: Sequence[int], cluster: Any) 
         times[f"sink{number}"] = dict.fromkeys(cluster.names, 1e-3)
     graph = KernelGraph(tuple(kernels), values, (), (), (), {}, (), len(kernels), 0)
     ddg, profile = depend(graph), Profile.of(times)
-    plan = partition(ddg, profile, cluster, placement=where)
-    program = schedule(ddg, plan)
-    verify(program, ddg, plan)
-    return graph, program, profile
+    return ddg, partition(ddg, profile, cluster, placement=where), profile
 
 
 def census() -> dict[str, Any]:
@@ -164,28 +182,54 @@ def census() -> dict[str, Any]:
         cluster = make_cluster(CLUSTER.format(gbps))
         mix = mix_of_table(read_table(CENSUS), cluster, uses)
         plan = best_mixture(mix, time_limit=20.0)
-        groups = [g.name for g in mix.groups]
-        placement = [groups.index(plan.single.placement[k]) for k in mix.kernels]
-        per_mix = sum(uses.values())
-        rows: dict[str, Any] = {"one_plan_us": plan.single_us, "mixture_us": plan.bottleneck_us, "mix": {}, "decode alone": {}}
-        programs = {name: program_of(mix, w, placement, cluster) for w, name in enumerate(mix.workloads)}
-
-        def routes(slots: int, made: dict[str, Any] = programs, on: Any = cluster) -> dict[str, tuple[Any, float]]:
-            return {name: modelled_route(*one, on, slots=slots) for name, one in made.items()}
-
+        rows: dict[str, Any] = {"one_plan_us": plan.single_us, "mixture_us": plan.bottleneck_us, "decode alone": {}}
+        whole = programs_of(mix, indices(mix, plan.single), cluster, cut=False)
         for inflight, order in itertools.product((1, 2, 4, 8, 16) if gbps == 200 else (8,), ("due", "static")):
-            decode, shortest = routes(inflight)["decode"]
+            decode, shortest = modelled_route(*whole["decode"], cluster, slots=inflight)
             ran = drive(lambda _, r=decode: [r], [0.0] * (30 + 2 * inflight), lanes=2, inflight=inflight, order=order)
             rows["decode alone"][f"{inflight} {order}"] = round(shortest / ran.period, 4)
-        for inflight in (8, 16, 64) if gbps == 200 else ():
-            made = {name: [route] for name, (route, _) in routes(8).items()}
-            turns = [made["prefill" if n in (0, per_mix // 2) else "decode"] for n in range(per_mix)]
-            ran = drive(lambda n, t=turns: t[n % len(t)], [0.0] * (2 * per_mix), lanes=2, inflight=inflight)
-            ends = sorted(p.finish for p in ran.passages)
-            # From the middle of the first mix to the middle of the second.
-            rows["mix"][f"{inflight} due"] = round(plan.single_us / (ends[-per_mix // 2] - ends[per_mix // 2]), 4)
+        if gbps == 200:
+            rows["mix"] = in_one_queue(mix, plan, cluster, uses)
         found[f"{gbps} Gbit/s"] = rows
     return found
+
+
+def in_one_queue(mix: Mix, best: MixPlan, cluster: Any, uses: dict[str, int]) -> dict[str, Any]:
+    """The mix at so many in flight: what is reached of the joint prediction, with the best single plan as it is scheduled for one
+    graph, with its segments cut, and with the plans that cross less."""
+    rows: dict[str, Any] = {}
+    crossing_less = [plan for plan in plans_by_crossings(mix, best) if plan is not best]
+    routes = {id(p): routes_of(mix, p.placement, cluster) for plan in crossing_less for p in plan.plans}
+    single = {cut: [(1.0, routes_of(mix, best.single.placement, cluster, cut))] for cut in (False, True)}
+    for inflight in (8, 16, 64):
+        row: dict[str, Any] = {}
+
+        def measured(name: str, shares: Any, own_us: float, inflight: int = inflight, row: dict[str, Any] = row) -> None:
+            mixes = 6 if inflight < 64 else 4
+            us = simulated_us(shares, uses, lanes=2, inflight=inflight, mixes=mixes)
+            row[name] = {"of the joint prediction": round(best.bottleneck_us / us, 4), "of its own": round(own_us / us, 4)}
+            print(f"  {inflight} in flight, {name}: {row[name]}", flush=True)
+
+        measured("one plan, segments whole", single[False], best.single_us)
+        measured("one plan, segments cut", single[True], best.single_us)
+        for number, plan in enumerate(crossing_less):
+            shares = [(p.share, routes[id(p)]) for p in plan.plans]
+            crossings = {k: len(r.transfers.get((0, 1), ())) + len(r.transfers.get((1, 0), ())) for k, r in shares[0][1].items()}
+            measured(f"{number}: {', '.join(f'{n} crossings a {k}' for k, n in crossings.items())}", shares, plan.bottleneck_us)
+        row["best"] = max(row, key=lambda name: row[name]["of the joint prediction"])
+        rows[str(inflight)] = row
+    return rows
+
+
+def indices(mix: Mix, plan: SharedPlan) -> list[int]:
+    groups = [g.name for g in mix.groups]
+    return [groups.index(plan.placement[k]) for k in mix.kernels]
+
+
+def routes_of(mix: Mix, placement: Mapping[str, str], cluster: Any, cut: bool = True) -> dict[str, Route]:
+    groups = [g.name for g in mix.groups]
+    made = programs_of(mix, [groups.index(placement[k]) for k in mix.kernels], cluster, cut)
+    return {name: modelled_route(*one, cluster, slots=8)[0] for name, one in made.items()}
 
 
 def arrivals(seed: int = 0) -> dict[str, Any]:
