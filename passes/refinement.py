@@ -8,15 +8,15 @@ A footprint says which bytes of a value one launch of a kernel reads and writes.
   value.
 
 Where it is not known, what a kernel takes is read as far as the graph's views show it (``extents.py``) or whole, and what it
-makes is written whole. So is a footprint that need not hold for every later run: one with guards, one with accesses outside of
-its buffers, one of a kernel whose addresses the schema says depend on data, or whose shapes are symbolic. Such a footprint still
-tells of undeclared writes.
+makes is written whole. So is a footprint that need not hold for every later run: one with guards that nobody watches, one with
+accesses outside of its buffers, one of a kernel whose addresses the schema says depend on data, or whose shapes are symbolic.
+Such a footprint still tells of undeclared writes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -65,7 +65,7 @@ class _Access:
 
 
 def refine(
-    ddg: nx.DiGraph, footprints: Mapping[str, Footprint], extents: Extents | None = None
+    ddg: nx.DiGraph, footprints: Mapping[str, Footprint], extents: Extents | None = None, watched: Collection[str] = ()
 ) -> nx.DiGraph:
     """A refined copy of ``ddg``.
 
@@ -77,6 +77,7 @@ def refine(
         footprints: kernel → what a launch of it touches. Its buffers are named after values of the graph (``Footprint.renamed``),
             and byte 0 of a buffer is the first byte of the value. A value that it does not name is as the schema says.
         extents: what the graph's views say, from :func:`extents.extents`.
+        watched: values whose contents the caller sees to: a footprint that is guarded by them alone counts.
 
     Raises ProfileError where a footprint is of no kernel of the graph, or names no value of it.
     """
@@ -97,7 +98,7 @@ def refine(
     seen: set[str] = set()
     read: dict[tuple[str, str], tuple[Box, ...]] = {}
     for kernel in graph.kernels:
-        for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), extents, sizes):
+        for storage, access, known in _accesses(graph, kernel, footprints.get(kernel.name), extents, sizes, watched):
             storages.setdefault(storage, []).append(access)
             if known:
                 seen.add(storage)
@@ -141,6 +142,7 @@ def _accesses(
     footprint: Footprint | None,
     extents: Extents,
     sizes: Mapping[str, int],
+    watched: Collection[str],
 ) -> list[tuple[str, _Access, bool]]:
     """By storage, what the kernel does there, and whether a footprint says so."""
     takes = {graph.values[v].storage: v for v in kernel.inputs}
@@ -150,7 +152,7 @@ def _accesses(
         storage = graph.values[buffer.name].storage
         reads, writes = told.get(storage, (NOTHING, NOTHING))
         told[storage] = reads | buffer.reads, writes | buffer.writes
-    holds = footprint is not None and _holds(graph, kernel, footprint)
+    holds = footprint is not None and _holds(graph, kernel, footprint, watched)
     found = []
     for storage in dict.fromkeys([*takes, *makes, *told]):
         whole = Intervals.of([(0, sizes[storage])])
@@ -176,11 +178,13 @@ def _accesses(
     return found
 
 
-def _holds(graph: KernelGraph, kernel: Kernel, footprint: Footprint) -> bool:
+def _holds(graph: KernelGraph, kernel: Kernel, footprint: Footprint, watched: Collection[str]) -> bool:
     """Whether the footprint is that of every run of the kernel."""
     values = [graph.values[v] for v in (*kernel.inputs, *kernel.outputs)]
     symbolic = any(isinstance(n, str) for v in values for n in (*v.shape, *v.strides))
-    return footprint.complete and not footprint.guards and not kernel.data_dependent and not symbolic
+    # Where the schema says that addresses depend on data, the code must have said on which.
+    guarded = set(footprint.guards) <= set(watched) and (bool(footprint.guards) or not kernel.data_dependent)
+    return footprint.complete and guarded and not symbolic
 
 
 _warned: set[tuple[str, str]] = set()

@@ -64,6 +64,7 @@ def schedule(
     names = [k.name for k in graph.kernels]
     if set(names) != set(plan.placement):
         raise PlanError("the plan places other kernels than the dependence graph has; partition this graph again")
+    ddg = _with_order_of_memory(ddg, graph)
     lane_of = {k: plan.devices.index(plan.placement[k]) for k in names}
     home = plan.devices.index(plan.home)
     took = {k: 0.0 if profile is None else profile.us(k, plan.placement[k]) for k in names}
@@ -77,6 +78,23 @@ def schedule(
             for index, device in enumerate(plan.devices)
         )
     )
+
+
+def _with_order_of_memory(ddg: nx.DiGraph, graph: KernelGraph) -> nx.DiGraph:
+    """With the edges from who reads an overwritten input to who overwrites it, also where their bytes are apart: a lane holds one
+    version of it at a time."""
+    missing = [
+        (reader, kernel.name)
+        for kernel in graph.kernels
+        for value in kernel.writes
+        for reader in graph.readers(value)
+        if reader != kernel.name and not ddg.has_edge(reader, kernel.name) and not nx.has_path(ddg, kernel.name, reader)
+    ]
+    if not missing:
+        return ddg
+    ordered = nx.DiGraph(ddg)
+    ordered.add_edges_from(missing)
+    return ordered
 
 
 def _wanted_at_home(graph: KernelGraph) -> dict[str, None]:

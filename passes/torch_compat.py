@@ -323,6 +323,11 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def is_triton_kernel(target: Any) -> bool:
+    """Whether an FX target launches a kernel that the user wrote in Triton."""
+    return is_higher_order(target) and target.name().startswith("triton_kernel_wrapper")
+
+
 def empty_like_fake(value: Any, symbols: dict[Any, int]) -> Any:
     """An uninitialised real tensor (or an int) for a fake one, with ``symbols`` (name → size) substituted."""
 
@@ -491,7 +496,8 @@ def collecting_accesses() -> Iterator[list[tuple[str, list[tuple[str, bool, Any,
     from torch._inductor.virtualized import V
 
     found: list[tuple[str, list[tuple[str, bool, Any, dict[str, Any], int, bool]]]] = []
-    original = TritonScheduling.define_kernel
+    scheduling: Any = TritonScheduling
+    original = scheduling.define_kernel
 
     def define_kernel(self: Any, src_code: Any, node_schedule: Any, kernel: Any) -> Any:
         name = original(self, src_code, node_schedule, kernel)
@@ -520,8 +526,8 @@ def collecting_accesses() -> Iterator[list[tuple[str, list[tuple[str, bool, Any,
         found.append((name, accesses))
         return name
 
-    TritonScheduling.define_kernel = define_kernel
+    scheduling.define_kernel = define_kernel
     try:
         yield found
     finally:
-        TritonScheduling.define_kernel = original
+        scheduling.define_kernel = original

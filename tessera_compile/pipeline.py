@@ -30,9 +30,11 @@ from .passes.mix_plan import GraphShares
 from .passes.partitioning import matching, pinned
 from .passes.placements import place
 from .progress import progress
+from .ptx_tools.footprints import Footprint
 from .reports import GraphReport
 from .runtime.codegen import Codegen
 from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
+from .runtime.dry_runs import DryRun, Guards, Values, dry_run, holding, summary, unproven, worth_running
 from .runtime.enrolment import serving
 from .runtime.pacing import Pace
 from .runtime.probing import custom_operators, undeclared_writes
@@ -82,9 +84,14 @@ class CompiledGraph:
             self.cluster = self._with_links()  # the user has not said what the links are
         runs = options.codegen != "null" and not options.dryrun
         waits = measured and needs_real_call(self.kernels)
+        refines = runs and len(self.cluster.devices) > 1 and options.refine != "off"
         # Custom operators are run once before anything is planned, to see whether they write what they do not declare.
-        self._probes = len(self.cluster.devices) > 1 and options.refine != "off" and bool(custom_operators(self.kernels))
-        if not (runs and (waits or self._probes)):
+        self._probes = refines and bool(custom_operators(self.kernels))
+        self._dry_runs = refines and self._cuda
+        self._guards: Guards | None = None
+        self._guarded = True  # Whether footprints count that hold while weights stay as they are.
+        first = self._probes or (self._dry_runs and bool(worth_running(self.kernels, options.refine)))
+        if not (runs and (waits or first)):
             self.build(None)
 
     def _lower(self, aten: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -106,6 +113,8 @@ class CompiledGraph:
                 if self.executor is None:
                     self.build(args)
                     fresh = True
+        if self._guards is not None and (changed := self._guards.changed(args)) is not None:
+            self._unguard(changed, args)
         for observe in tuple(OBSERVERS):
             observe(self, args)
         if self.prepare is not None:
@@ -120,6 +129,15 @@ class CompiledGraph:
             if fresh:  # Planned on the tensors of a call that fails: the next one plans again.
                 self.executor = self.report = None
             raise
+
+    def _unguard(self, changed: str, args: list[Any]) -> None:
+        """Plans without what held only while ``changed`` stayed as it was."""
+        with self._lock:
+            if self._guards is None:
+                return
+            log.info("graph %d: %s has changed; planned again without what relied on it", self.number, changed)
+            self._guarded, self._guards = False, None
+            self.build(args)
 
     def current_report(self) -> GraphReport | None:
         """The report, with what emulated requests have shown so far; None until the graph is planned."""
@@ -165,7 +183,7 @@ class CompiledGraph:
                 found = undeclared_writes(self.kernels, dict(zip(self.kernels.inputs, real, strict=True)))
             if found:
                 self._lower(declare(self.kernels.module, found), ())
-        options, kernels, ddg = self.options, self.kernels, self.ddg
+        options, kernels = self.options, self.kernels
         lanes = len(self.cluster.devices)
         threads = lane_threads(lanes)
         codegen = self.codegen = Codegen(
@@ -189,21 +207,74 @@ class CompiledGraph:
                     progress=progress,
                 )
             )
-        with self._step("partition"):
-            plan = make_plan(ddg, kernels, times, self.cluster, options)
-        with self._step("schedule"):
-            program = schedule(ddg, plan)
-        with self._step("verify"):
-            verify(program, ddg, plan)
-        with self._step("compile"):
-            if options.dryrun:
-                at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
-                executor: Any = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
-            else:
-                executor = self._executor(program, times)
+        values = Values(kernels, real)
+        footprints: dict[str, Footprint] = {}
+        found: DryRun | None = None
+        if self._dry_runs and (asked := worth_running(kernels, options.refine)):
+            footprints, found = self._dry_run(asked, values)
+        while True:
+            ddg = self.ddg
+            with self._step("partition"):
+                plan = make_plan(ddg, kernels, times, self.cluster, options)
+            with self._step("schedule"):
+                program = schedule(ddg, plan)
+            with self._step("verify"):
+                verify(program, ddg, plan)
+            with self._step("compile"):
+                if options.dryrun:
+                    at_home = replace(plan, placement=dict.fromkeys(plan.placement, plan.home))
+                    executor: Any = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
+                else:
+                    executor = self._executor(program, times)
+            failed = self._unproven(program, executor, values) if footprints else []
+            if found is None or not failed:
+                break
+            # Of these values all is sent.
+            found = replace(found, unproven=(*found.unproven, *((segment, value) for segment, value, _ in failed)))
+            for _, value, readers in failed:
+                for reader in set(readers) & set(footprints):
+                    kept = tuple(b for b in footprints[reader].buffers if b.name != value)
+                    footprints[reader] = replace(footprints[reader], buffers=kept)
+            self._refine(footprints)
         fallbacks = tuple(codegen.fallbacks.values())
-        self.report = GraphReport(self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks)
+        self.report = GraphReport(
+            self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks, dry_run=found
+        )
         self.executor = executor
+
+    def _dry_run(self, asked: Sequence[str], values: Values) -> tuple[dict[str, Footprint], DryRun]:
+        """What kernels touch, from running each once; the dependence graph is refined by it."""
+        from .runtime.cuda_streams import apart
+
+        with self._step("dry run"):
+            values.settle()
+            evidence = apart(lambda: dry_run(self.kernels, asked, self.codegen, values))
+            footprints = holding(self.kernels, evidence, self._guarded)
+            guards = Guards(self.kernels, [g for name in footprints for g in evidence[name].guards], values)
+            if guards.names and guards.known:
+                self._guards = guards
+            elif guards.names:
+                footprints = holding(self.kernels, evidence, guards=False)
+        self._refine(footprints)
+        return footprints, summary(self.kernels, evidence, footprints, self._seconds["dry run"])
+
+    def _refine(self, footprints: Mapping[str, Footprint]) -> None:
+        watched = self._guards.names if self._guards is not None else ()
+        with self._step("refine"):
+            self.ddg = refine(depend(self.kernels), footprints, extents(self.kernels), watched)
+
+    def _unproven(self, program: Program, executor: Any, values: Values) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Parts of values that are sent on the word of footprints which the final segments do not keep."""
+        from .runtime.cuda_streams import apart
+
+        devices = [lane.device for lane in getattr(executor, "inner", executor).lanes]
+        watched = self._guards.names if self._guards is not None else ()
+        views = extents(self.kernels)
+        with self._step("check"):
+            found: list[tuple[str, str, tuple[str, ...]]] = apart(
+                lambda: unproven(self.ddg, program, views, self.codegen, values, devices, watched)
+            )
+        return found
 
     def _with_links(self) -> Cluster:
         from .runtime.cuda_streams import apart

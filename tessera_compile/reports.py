@@ -18,6 +18,7 @@ from .passes.errors import PlanError
 from .passes.ir import Dependence, KernelGraph, Plan, Profile, Program
 from .passes.refinement import Refinement
 from .ptx_tools.footprints import Box
+from .runtime.dry_runs import DryRun
 from .runtime.memory import MemoryUse
 from .runtime.pacing import Emulation
 from .runtime.roofline import ceiling
@@ -42,6 +43,7 @@ class GraphReport:
     emulation: Emulation | None = None
     memory: Mapping[str, MemoryUse] = field(default_factory=dict, compare=False)
     uncaptured: tuple[str, ...] = field(default=(), compare=False)
+    dry_run: DryRun | None = None
 
     def to_text(self) -> str:
         plan, graph = self.plan, self.kernels
@@ -88,6 +90,8 @@ class GraphReport:
         evidence = ", ".join(f"{count} by {how}" for how, count in sorted(found.items()))
         lines = [f"{sum(found.values())} dependences: {evidence}"] if found else []
         refinement = self.refinement
+        if self.dry_run is not None:
+            lines += self._dry_run(self.dry_run)
         if refinement is not None and (refinement.removed or refinement.added or set(found) - {"schema"}):
             lines.append(refinement.summary)
             lines += [f"- {a} -> {b}: {d.to_text()}" for a, b, d in refinement.removed[:_SHOWN]]
@@ -96,6 +100,21 @@ class GraphReport:
             lines += [f"{a} -> {b}: {d.to_text()}" for a, b, d in edges[:_SHOWN]]
             if len(edges) > _SHOWN:
                 lines.append(f"… and {len(edges) - _SHOWN} more; dependences() has all")
+        return lines
+
+    def _dry_run(self, found: DryRun) -> list[str]:
+        """Whose footprints are known, by number of kernels and by time at home."""
+        times = {k.name: self.profile.us(k.name, self.plan.home) for k in self.kernels.kernels}
+        total = sum(t for t in times.values() if t < float("inf"))
+        share = sum(times[k] for k in found.exact) / total if total else 0.0
+        launches = ", ".join(f"{count} {how}" for how, count in sorted(found.launches.items()))
+        guards = f"; they hold while {', '.join(found.guards)} stay as they are" if found.guards else ""
+        lines = [
+            f"dry run of {found.asked} kernels: {len(found.exact)} have footprints ({len(found.exact) / len(times):.0%} of all "
+            f"kernels, {share:.0%} of the time), {len(found.partly)} for some of their values; launches {launches or 'none'}; "
+            f"{found.seconds:.2f} s{guards}"
+        ]
+        lines += [f"segment {s} may read all of {v}: it is sent whole" for s, v in found.unproven]
         return lines
 
     def table(self) -> str:
@@ -138,6 +157,7 @@ class GraphReport:
             "program": self.program.to_text(),
             "seconds": dict(self.seconds),
             "fallbacks": list(self.fallbacks),
+            "dry_run": None if self.dry_run is None else asdict(self.dry_run),
             "emulation": None if self.emulation is None else asdict(self.emulation),
             "cluster": json.loads(self.cluster.to_json()),
             "memory": {name: asdict(use) for name, use in self.memory.items()},
@@ -240,6 +260,7 @@ class Report:
                     Emulation(**g["emulation"]) if g["emulation"] else None,
                     {name: MemoryUse(**use) for name, use in g.get("memory", {}).items()},
                     tuple(g.get("uncaptured", ())),
+                    DryRun.of(g["dry_run"]) if g.get("dry_run") else None,
                 )
             )
         return cls(tuple(graphs), tuple(data["fallbacks"]))
