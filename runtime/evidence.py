@@ -8,7 +8,9 @@ The piece is called once on copies. Of each kernel that it launches (``launches.
 
 Memory is followed by address: what lies in an input or in an output of the piece is told of that value, what was allocated in
 between is dropped. A kernel that cannot be seen (C++ of Inductor's, an extension module) betrays itself by what it leaves behind:
-where bytes are read or returned that nothing seen has written, nothing of the piece is called exact.
+where bytes are read or returned that nothing seen has written, nothing of the piece is called exact. A custom operator is
+told by the launches seen inside of it; arguments that none of them touches are told by its schema. One that reads or overwrites
+the same argument by a second kernel, which cannot be seen, is not found out.
 """
 
 from __future__ import annotations
@@ -80,6 +82,12 @@ class Evidence:
     def digests(self) -> frozenset[str]:
         """Hashes of the binaries that were launched; operators have none."""
         return frozenset(launch.digest for launch in self.launches if launch.digest)
+
+    @property
+    def certain(self) -> Footprint | None:
+        """The footprint of the exact values alone, which is what ``refine`` may rely on; None where there is none."""
+        found = self.footprint
+        return None if found is None else replace(found, buffers=tuple(b for b in found.buffers if b.name in self.exact))
 
     def to_text(self) -> str:
         lines = [f"{launch.kind} {launch.name} {launch.verdict} {launch.how or launch.reason}" for launch in self.launches]

@@ -385,7 +385,8 @@ def _object_code(kernel: Any) -> tuple[str, bytes, bool]:
     """Name of a kernel of cuda.core, the code that it was loaded from, and whether that is PTX."""
     from cuda.bindings import driver
 
-    handle = int(kernel.handle if hasattr(kernel, "handle") else kernel._handle)
+    held: Any = kernel.handle if hasattr(kernel, "handle") else kernel._handle
+    handle = int(held)
     error, name = driver.cuKernelGetName(driver.CUkernel(handle))
     error_, library = driver.cuKernelGetLibrary(driver.CUkernel(handle))
     if int(error) or int(error_):

@@ -162,6 +162,7 @@ def test_a_lying_operator_is_seen_to_write(stand_ins):
     assert found.footprint[a].reads == span((0, 400))
     assert b not in found.exact  # an operator reads it too
     assert a in found.exact
+    assert [buffer.name for buffer in found.certain.buffers] == [a, graph.outputs[0]][: len(found.exact)]
 
 
 def test_what_nobody_saw_being_written_makes_nothing_exact(stand_ins):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -44,11 +46,12 @@ def _forget():
     evidence._known.clear()
 
 
+@pytest.mark.parametrize("invented", [False, True])
 @pytest.mark.parametrize("static", [True, False])
-def test_a_pointwise_kernel_of_inductors(static):
+def test_a_pointwise_kernel_of_inductors(static, invented):
     x, y = torch.randn(100, 300, device="cuda"), torch.randn(100, 300, device="cuda")
     with torch._inductor.config.patch(use_static_cuda_launcher=static):
-        graph, found = of_graph(lambda a, b: (a * 2 + b).relu(), (x, y))
+        graph, found = of_graph(lambda a, b: (a * 2 + b).relu(), (x, y), invented=invented)
     a, b = graph.inputs
     (out,) = graph.outputs
     assert found.exact == {a, b, out}, found.to_text()
@@ -214,6 +217,7 @@ def test_a_kernel_in_c(code):
     op = getattr(torch.ops.tessera_evidence_cuda, f"scale_{code}")
     graph, found = of_graph(lambda a: op(a), (x,))
     (record,) = [n for n in found.launches if n.kind == "cuda"]
+    assert gc.is_tracked(module)
     assert record.grid == (4, 1, 1)
     name = graph.inputs[0]
     if code == "ptx":
