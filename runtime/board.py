@@ -358,6 +358,16 @@ class Board:
         step = self.running[lane] = self._step(ticket, lane, instruction, max(free, ready))
         return step
 
+    def following(self, step: Step, now: float) -> Step | None:
+        """Of the same request, what its lane can do right behind ``step``, which was executed, and what costs it nothing; None
+        where :meth:`next` is to say what comes."""
+        ticket, lane = step.ticket, step.lane
+        instruction = None if ticket.dropped else ticket.next(lane)
+        if instruction is None or isinstance(instruction, (Run, Recv, Wait)):
+            return None
+        ready = ticket.ready(lane, instruction)
+        return self._step(ticket, lane, instruction, ready) if ready <= now else None
+
     def executed(self, step: Step, now: float) -> None:
         """Says that ``step`` is done. A run with a modelled time keeps its lane busy to the end of it."""
         ticket, lane, instruction = step.ticket, step.lane, step.instruction

@@ -64,5 +64,7 @@ class Sender:
 def _own_stream(index: int) -> torch.cuda.Stream:
     streams: dict[int, torch.cuda.Stream] = _here.__dict__.setdefault("streams", {})
     if index not in streams:
-        streams[index] = torch.cuda.Stream(index)
+        # torch hands the streams of a priority out in turn, and captures are made on some of the default one: what is enqueued
+        # here must not get into them.
+        streams[index] = torch.cuda.Stream(index, priority=-1)
     return streams[index]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import sys
 import threading
 import time
 from collections import deque
@@ -41,6 +42,7 @@ from .replicas import Residents
 AHEAD = 2
 """Segments that a lane may have waiting or running, and transfers a link."""
 _POLL = 20e-6  # seconds between two looks at events
+_SWITCH = 20e-6  # seconds after which a thread that waits for Python's lock is given it
 
 
 @dataclass
@@ -95,6 +97,7 @@ class CudaDispatcher:
         self._short = False  # A cycle waits for places that requests which are done have not left yet.
         self.periods = 0
         self._stream: Any = None  # the issuing thread's own
+        self._asked = False  # Nothing could be issued, and nothing has changed since.
         self._closed = False
         self._started = time.monotonic_ns()
         self._busy = [0.0] * count
@@ -103,6 +106,7 @@ class CudaDispatcher:
         self._flying: list[deque[_Tracked]] = [deque() for _ in range(count + 1)]
         self._moving: dict[tuple[int, int], deque[_Tracked]] = {}
         self._turn = itertools.count()
+        _switching(+1)
         self._thread = threading.Thread(target=self._serve, name="tessera-issue", daemon=True)
         self._thread.start()
 
@@ -115,7 +119,7 @@ class CudaDispatcher:
         """From the next decision of each lane on. Every order respects all dependences, so requests in flight go on."""
         with self._lock:
             self._board.order = order
-            self._changed.notify()
+            self._wake()
 
     # -- by threads that bring requests
 
@@ -139,7 +143,7 @@ class CudaDispatcher:
                         raise RuntimeError("the engine's lanes are closed")
                     bisect.insort(self._line, ticket, key=lambda t: t.number)
                     ticket.admitted = time.monotonic_ns()
-                    self._changed.notify()
+                    self._wake()
                 request.done.wait()
                 if request.error is not None:
                     raise request.error
@@ -150,7 +154,7 @@ class CudaDispatcher:
         if self._short:
             with self._lock:
                 self._short = False
-                self._changed.notify()
+                self._wake()
         return results, (time.monotonic_ns() - ticket.admitted) / 1e9 / (self.factor or 1.0)
 
     def abort(self, number: int, error: BaseException) -> bool:
@@ -184,10 +188,12 @@ class CudaDispatcher:
     def close(self) -> None:
         """Ends the lanes once the requests in flight are done."""
         with self._lock:
-            self._closed = True
-            self._changed.notify()
+            closed, self._closed = self._closed, True
+            self._wake()
             self._gate.notify_all()
         self._thread.join()
+        if not closed:
+            _switching(-1)
 
     @contextlib.contextmanager
     def _in_turn(self, number: int, written: frozenset[int]) -> Iterator[None]:
@@ -251,13 +257,19 @@ class CudaDispatcher:
         with self._lock:
             while True:
                 self._observe()
-                found = self._next_in_cycle() if self._cycle is not None else self._next_on_board()
-                if found is not None:
-                    return found
+                if not self._asked:
+                    found = self._next_in_cycle() if self._cycle is not None else self._next_on_board()
+                    if found is not None:
+                        return found
+                    self._asked = True
                 flying = any(self._flying) or any(self._moving.values()) or (self._cycle is not None and self._cycle.launched)
                 if self._closed and not flying and not self._under_way():
                     return None
                 self._changed.wait(_POLL if flying else None)
+
+    def _wake(self) -> None:
+        self._asked = False
+        self._changed.notify()
 
     def _next_on_board(self) -> Callable[[], None] | None:
         gathering = self._gathering()
@@ -279,7 +291,7 @@ class CudaDispatcher:
         error: BaseException | None = None
         if request.place is None:
             try:
-                with torch.inference_mode(request.inference), torch.no_grad():
+                with ISSUING, torch.inference_mode(request.inference), torch.no_grad():
                     stream = self._stream if self._stream is not None else torch.cuda.current_stream()
                     request.executor.place(request, stream)
             except BaseException as raised:
@@ -288,29 +300,36 @@ class CudaDispatcher:
             since = ticket.admitted
             self._board.admit(ticket, time.monotonic_ns())
             ticket.admitted = since
+            self._asked = False
             error = error or request.error
             if error is not None:
                 self._fail(ticket, error)
                 request.executor.displace(request)
 
     def _issue(self, step: Step) -> None:
-        error: BaseException | None = None
-        flight: Flight | None = None
+        """One instruction, and those right behind it that cost the lane nothing."""
         request: CudaRequest = step.ticket.load
-        try:
-            with ISSUING, torch.inference_mode(request.inference), torch.no_grad():
-                flight = request.executor.perform(step.lane, step.position, step.instruction, request)
-        except BaseException as raised:
-            error = raised
+        following: Step | None = step
+        with ISSUING, torch.inference_mode(request.inference), torch.no_grad():
+            while following is not None:
+                step, error, flight = following, None, None
+                try:
+                    flight = request.executor.perform(step.lane, step.position, step.instruction, request)
+                except BaseException as raised:
+                    error = raised
+                with self._lock:
+                    now = time.monotonic_ns()
+                    self._issued(step, flight, error, now)
+                    following = self._board.following(step, now)
         with self._lock:
-            self._issued(step, flight, error)
             finished, self._board.finished = self._board.finished, []
         for ticket in finished:
             self._finish(ticket)
 
-    def _issued(self, step: Step, flight: Flight | None, error: BaseException | None) -> None:
+    def _issued(self, step: Step, flight: Flight | None, error: BaseException | None, now: int) -> None:
         ticket, lane, x = step.ticket, step.lane, step.instruction
         request: CudaRequest = ticket.load
+        self._asked = False
         link = None
         if isinstance(x, (Recv, Wait)) and not ticket.dropped:
             link = (x.source, lane)
@@ -322,7 +341,7 @@ class CudaDispatcher:
             request.incoming[lane] += link is not None
         elif link is not None:
             self._board.delivered(*link)
-        self._board.executed(step, time.monotonic_ns())
+        self._board.executed(step, now)
         if error is not None:
             self._fail(ticket, error)
         elif ticket.dropped and not ticket.busy:
@@ -348,11 +367,13 @@ class CudaDispatcher:
                 for ticket in self._under_way():
                     self._fail(ticket, error)
             _, count = cycle.launched.popleft()
+            self._asked = False
             for (lane, _), ms in cycle.executor.took.items():  # As they were when they were issued one by one.
                 self._busy[lane] += 1e6 * ms * count / len(cycle.stages)
 
     def _landed(self, tracked: _Tracked) -> None:
         flight, request = tracked.flight, tracked.ticket.load
+        self._asked = False
         flight.done = True
         request.flights.pop(id(flight), None)
         if tracked.segment:
@@ -378,6 +399,7 @@ class CudaDispatcher:
         except BaseException as raised:
             error = raised
         with self._lock:
+            self._asked = False
             if error is not None:
                 self._fail(ticket, error)
             request.issued = True
@@ -399,7 +421,8 @@ class CudaDispatcher:
         if period is None:
             return False
         tickets = (*self._line, *self._board.tickets)
-        if len(tickets) < period.slots or any(t.load.executor is not executor for t in tickets):
+        # With fewer than there are stages some stand idle; with few of them the lanes do better without.
+        if 2 * len(tickets) <= period.slots or any(t.load.executor is not executor for t in tickets):
             return False
         cycle: Cycle | None = executor.cycle
         return cycle.fits(head) if cycle is not None else executor.complete(head.key) >= period.slots
@@ -427,9 +450,11 @@ class CudaDispatcher:
                 with self._lock:
                     executor.reasons["periods"] = f"they cannot be captured: {type(error).__name__}: {first_line(error)}"
                     executor.period = None
+                    self._asked = False
                 return
         with self._lock:
             self._cycle = cycle
+            self._asked = False
 
     def _next_in_cycle(self) -> Callable[[], None] | None:
         cycle = self._cycle
@@ -438,7 +463,7 @@ class CudaDispatcher:
         if cycle.empty and not comes:
             if not cycle.launched:
                 self._cycle = None
-                self._changed.notify()
+                self._wake()
                 return self._next_on_board()
             return None
         # A period behind the running one keeps the lanes busy. One that nobody comes in with can wait for its turn: until then
@@ -457,6 +482,7 @@ class CudaDispatcher:
                     if not cycle.holds(ticket.load):
                         ticket.load.key = None  # No graph has read where its weights are: by segments, after these.
                         with self._lock:
+                            self._asked = False
                             bisect.insort(self._line, ticket, key=lambda t: t.number)
                         return
                 done = cycle.launch(ticket)
@@ -464,6 +490,7 @@ class CudaDispatcher:
         except BaseException as raised:
             error = raised
         with self._lock:
+            self._asked = False
             if error is not None:
                 for one in (ticket, *cycle.stages):
                     if one is not None:
@@ -491,4 +518,20 @@ class CudaDispatcher:
         self._board.drop(ticket)
         if not ticket.busy:
             request.done.set()
-        self._changed.notify()
+        self._wake()
+
+
+_open = 0
+_before = 0.0
+_open_lock = threading.Lock()
+
+
+def _switching(change: int) -> None:
+    """While there are dispatchers Python hands its lock on sooner. Every call into CUDA gives it up, and the issuing thread would
+    have it back only after 5 ms of whatever Python the workers run, while the lanes run dry."""
+    global _open, _before
+    with _open_lock:
+        if _open == 0:
+            _before = sys.getswitchinterval()
+        _open += change
+        sys.setswitchinterval(min(_before, _SWITCH) if _open else _before)

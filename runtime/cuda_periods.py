@@ -26,7 +26,6 @@ from .cuda_requests import CudaRequest, CudaRequests, Flight, Place, name_of
 from .cuda_streams import ISSUING
 from .device_code import check
 from .segment_graphs import new_graph
-from .slices import part_views
 
 
 class PeriodGraphs:
@@ -133,8 +132,7 @@ class PeriodGraphs:
                     link = executor.links[name[:2]]
                     link.busy.clear()
                     if boxes.get(name):
-                        for part, sent in zip(part_views(room, boxes[name]), part_views(payload, boxes[name]), strict=True):
-                            link.update(part, sent, [begin])
+                        link.fetch_parts(payload, boxes[name], begin, room)
                     else:
                         link.fetch(payload, begin, room)
                     for event in link.drain():

@@ -115,6 +115,7 @@ class CudaRequests(CudaLaneExecutor):
         super().__init__(graph, program, codegen, lanes=lanes, transport=transport, slots=int(captured))
         self.captured = captured and bool(self._slots)
         self._copied = frozenset(self._fresh)
+        self._copies = tuple({v: None for lane, values in self.replicas.items() for v in values})
         self.residents, self.clocks, self.times = residents, clocks, times
         self.transfers: tuple[Transfer, ...] = tuple(
             dict.fromkeys((lane, x.to, name_of(x)) for lane, _, x in program if isinstance(x, (Send, Signal)))
@@ -151,7 +152,7 @@ class CudaRequests(CudaLaneExecutor):
         count = len(self.lanes)
         request = CudaRequest(
             [],
-            {v: sight(passed[v]) for v in self._held},
+            {v: sight(passed[v]) for v in self._copies},
             reading=[{} for _ in self.lanes],
             executor=self,
             given=given,
@@ -252,7 +253,9 @@ class CudaRequests(CudaLaneExecutor):
 
     def _take(self, captured: bool) -> Place:
         with self._guard:
-            for at, place in enumerate(self._places):
+            # Periods need places: those that they will need are made before any is used again.
+            fresh = captured and self.period is not None and len(self._made) <= self.period.slots
+            for at, place in enumerate(() if fresh else self._places):
                 if (place.slot is not None) == captured:
                     return self._places.pop(at)
         words = None

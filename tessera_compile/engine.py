@@ -7,7 +7,10 @@
 A request is one call of the callable, made by one of ``inflight`` worker threads. Where it reaches a graph of a compiled model,
 the graph's program runs on the engine's lanes (``runtime/dispatcher.py``), pipelined with those of other requests; Python between
 graphs runs on the worker. Requests that share state that one of them changes follow each other (``runtime/ordering.py``). Graphs
-that Inductor runs alone (one lane), and those of CUDA lanes, run where the worker calls them.
+of one lane, many of which Inductor runs alone, run where the worker calls them.
+
+Where a GPU is in use each worker has a stream of its own, which begins behind what was enqueued when the request was submitted;
+a result is complete when its future says so.
 """
 
 from __future__ import annotations
@@ -30,16 +33,19 @@ from typing import Any, Literal
 import torch
 
 from .batches import Batch, Failed, run_together
+from .cuda_ways import CudaWays, make_dispatcher
 from .engine_stats import EngineStats, Record
 from .passes import torch_compat
 from .passes.errors import EngineError, EngineFullError, OptionsError, TesseraWarning
 from .pipeline import CompiledGraph
 from .runtime.board import Order
-from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
+from .runtime.cpu_lanes import lane_threads
+from .runtime.cuda_callers import Sender
+from .runtime.cuda_dispatcher import CudaDispatcher
 from .runtime.dispatcher import Dispatcher
 from .runtime.enrolment import serve, serving
 from .runtime.monitor import Followed, Monitor
-from .runtime.ordering import Learnt, Leaves, Ordering, versions_of
+from .runtime.ordering import Learnt, Leaves, Ordering, tensors_in, versions_of
 from .ways import Turn, Way, Ways
 
 log = logging.getLogger(__name__)
@@ -71,6 +77,7 @@ class _Request:
         self.started = 0.0
         self.inference = torch.is_inference_mode_enabled()
         self.leaves = Leaves.of(args, kwargs)
+        self.sender = Sender.here(self.leaves.tensors.values())
         self.following: Followed = "latency"
         self.execution = 0.0  # seconds on the lanes (emulated ones, if paced)
         self.alone = 0.0  # seconds that the plans predict for it alone
@@ -188,7 +195,7 @@ class Engine:
         self._records: deque[Record] = deque(maxlen=REMEMBERED)
         self._counts: Counter[str] = Counter()
         self._plan_lock = threading.Lock()
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: Dispatcher | CudaDispatcher | None = None
         self._devices: tuple[str, ...] = ()
         self._short = False  # Whether the steady states are worth following.
         self._ways: weakref.WeakKeyDictionary[CompiledGraph, Ways] = weakref.WeakKeyDictionary()
@@ -302,14 +309,20 @@ class Engine:
         busy: tuple[float, ...] = ()
         moved, emulation, held = 0, None, 0
         order: str = "dynamic"
+        periods, uncaptured = 0, {}
         if dispatcher is not None:
             busy, moved, _ = dispatcher.busy()
             emulation = dispatcher.emulation()
             held = sum(r.bytes() for r in dispatcher.residents)
             order = "static" if dispatcher.order == "static" else "dynamic"
+            if isinstance(dispatcher, CudaDispatcher):
+                periods = dispatcher.periods
+                with self._plan_lock:
+                    found = [ways.reasons() for ways in self._ways.values() if isinstance(ways, CudaWays)]
+                uncaptured = {what: why for reasons in found for what, why in reasons.items()}
         return EngineStats.of(
             records, counts, waiting, running, following, order, switches, dict(zip(self._devices, busy, strict=False)), moved,
-            held, time.monotonic() - self._began, emulation,
+            held, time.monotonic() - self._began, emulation, periods, uncaptured,
         )  # fmt: skip
 
     def close(self, now: bool = False) -> None:
@@ -353,9 +366,13 @@ class Engine:
             try:
                 mode = torch.inference_mode() if request.inference else contextlib.nullcontext()
                 before = versions_of(request.leaves)
-                with mode, torch.no_grad():
+                sender = request.sender
+                streams = contextlib.nullcontext() if sender is None else sender.served(request.leaves.tensors.values())
+                with mode, torch.no_grad(), streams:
                     result = self._call(request)
                 error = None
+                if sender is not None:
+                    sender.receives(tensors_in(result))
             except BaseException as raised:
                 result, error, before = None, raised, {}
             finally:
@@ -507,7 +524,7 @@ class Engine:
 
     def _run(self, request: _Request, graph: CompiledGraph, args: list[Any]) -> list[Any]:
         executor = graph.executor
-        if not isinstance(executor, CpuLaneExecutor) or executor.lanes == 1 or graph.options.dryrun:
+        if len(executor.program.lanes) == 1 or graph.options.dryrun:
             results: list[Any] = executor(args)
             return results
         ways = self._ways_of(graph)
@@ -520,9 +537,14 @@ class Engine:
         request.written.update(key for key, _ in state)
         del state
         dispatcher = self._dispatcher
-        assert dispatcher is not None
         try:
-            results, seconds = dispatcher.call(request.number, way.route, way.executor, args)
+            if isinstance(dispatcher, CudaDispatcher):
+                assert isinstance(ways, CudaWays)
+                issuer = ways.issuer(way)
+                results, seconds = dispatcher.call(request.number, issuer.route, issuer.executor, args)
+            else:
+                assert dispatcher is not None
+                results, seconds = dispatcher.call(request.number, way.route, way.executor, args)
         finally:
             ways.release(way)
         request.execution += seconds
@@ -530,9 +552,7 @@ class Engine:
             request.alone += way.alone_us / 1e6
         return results
 
-    def _plan_for(
-        self, request: _Request, ways: Ways, state: list[tuple[int, torch.Tensor]]
-    ) -> tuple[Followed, Turn | None]:
+    def _plan_for(self, request: _Request, ways: Ways, state: list[tuple[int, torch.Tensor]]) -> tuple[Followed, Turn | None]:
         """The plan that is being followed and, of a mixture, the request's turn; of a conversation those that it began with,
         where the plans keep state in different places."""
         if not state or ways.same_homes():
@@ -568,18 +588,20 @@ class Engine:
                     f"this engine runs graphs on {', '.join(self._devices)}, and graph {graph.number} is for "
                     f"{', '.join(devices)}; give models of another cluster an engine of their own"
                 )
-            ways = Ways(
-                graph,
-                self._plans,
-                inflight=self.inflight,
-                factor=graph.options.pace,
-                free_transfers=self._free_transfers,
-            )
-            if self._dispatcher is None:
-                self._devices = devices
-                self._dispatcher = Dispatcher(
-                    devices, lane_threads(len(devices)), order=self._order, pipelined=self._pipelined, factor=graph.options.pace
-                )
+            pace, made = graph.options.pace, self._dispatcher
+            how: dict[str, Any] = {"inflight": self.inflight, "factor": pace, "free_transfers": self._free_transfers}
+            on_cuda = graph.options.emulate_on is not None or any(d.kind == "cuda" for d in graph.cluster.devices)
+            if made is None:
+                if on_cuda:
+                    made = make_dispatcher(graph, self._order, self._pipelined)
+                else:
+                    threads = lane_threads(len(devices))
+                    made = Dispatcher(devices, threads, order=self._order, pipelined=self._pipelined, factor=pace)
+                self._devices, self._dispatcher = devices, made
+            if isinstance(made, CudaDispatcher):
+                ways = CudaWays(graph, self._plans, dispatcher=made, **how)
+            else:
+                ways = Ways(graph, self._plans, **how)
             self._ways[graph] = ways
             self._short = all(w.steady_is_short() for w in self._ways.values())
             return ways

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .passes.ir import format_bytes
 from .runtime.pacing import Emulation
@@ -49,6 +49,8 @@ class EngineStats:
         busy: share of the time that each lane was busy since the first graph ran. ``moved_bytes`` between lanes.
         replica_bytes: weights and state that lanes other than home hold.
         seconds: since the engine was made. ``emulation``: of paced lanes.
+        periods: of CUDA lanes in static order, graphs of whole periods launched so far. ``uncaptured``: why segments or periods
+            are not captured, by name (``periods`` itself, a segment's, or ``all``).
     """
 
     queue_depth: int
@@ -73,6 +75,8 @@ class EngineStats:
     replica_bytes: int
     seconds: float
     emulation: Emulation | None = None
+    periods: int = 0
+    uncaptured: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -89,6 +93,8 @@ class EngineStats:
         replica_bytes: int,
         seconds: float,
         emulation: Emulation | None,
+        periods: int = 0,
+        uncaptured: Mapping[str, str] | None = None,
     ) -> EngineStats:
         return cls(
             queue_depth,
@@ -113,6 +119,8 @@ class EngineStats:
             replica_bytes,
             seconds,
             emulation,
+            periods,
+            uncaptured or {},
         )
 
     def line(self) -> str:
