@@ -41,6 +41,8 @@ NOTHING = Intervals.of(())
 
 #: Threads of a launch from which on an instrumented run, which has to be assembled first, is tried before the interpreter.
 MANY_THREADS = 1 << 19
+#: Threads of a launch from which on it is not interpreted, which would take more than some seconds.
+MOST_THREADS = 1 << 24
 #: Bytes of storages that are copied for an instrumented run.
 MOST_COPIED = 1 << 32
 _KEPT = 4096
@@ -349,7 +351,7 @@ def _independent(launch: Launch, module: Module) -> tuple[tuple[Intervals, Inter
     starts = _storages(launch)
     if held is not None:
         return _placed(held, starts), "remembered"
-    threads = math.prod(launch.grid) * math.prod((b,) if isinstance(b := _block(launch, module), int) else b)
+    threads = math.prod(launch.grid) * _threads(_block(launch, module))
     ways = [("interpreted", _interpret), ("recorded", _record)]
     if threads >= MANY_THREADS:
         ways.reverse()
@@ -357,7 +359,7 @@ def _independent(launch: Launch, module: Module) -> tuple[tuple[Intervals, Inter
     for how, way in ways:
         try:
             found = way(launch, module)
-        except (PtxError, DryRunError, ValueError) as error:
+        except (PtxError, DryRunError, ValueError, torch.OutOfMemoryError) as error:
             errors.append(f"not {how}: {error}")
             continue
         with _lock:
@@ -377,6 +379,9 @@ def _interpret(
     params = [p.name for p in module.kernel(launch.name).params or ()]
     if len(launch.args) > len(params):
         raise PtxError(f"{launch.name} has {len(params)} parameters and was launched with {len(launch.args)}")
+    threads = math.prod(launch.grid) * _threads(_block(launch, module))
+    if threads > MOST_THREADS:
+        raise PtxError(f"{threads} threads are more than are interpreted")
     args: dict[str, Any] = {}
     extra: dict[str, Buffer] = {}
     for param, (_, value) in zip(params, launch.args, strict=False):

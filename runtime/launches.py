@@ -377,7 +377,7 @@ def _plain_argument(value: Any) -> int | float | Extent | None:
         return int(value)
     if isinstance(value, np.floating):
         return float(value)
-    inner = getattr(value, "value", getattr(value, "handle", None))  # ctypes; a buffer of cuda.core
+    inner: Any = getattr(value, "value", getattr(value, "handle", None))  # ctypes; a buffer of cuda.core
     return inner if isinstance(inner, int | float) else int(inner) if hasattr(inner, "__int__") else None
 
 

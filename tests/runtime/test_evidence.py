@@ -12,6 +12,7 @@ import torch
 
 from tessera_compile.passes.errors import TesseraError
 from tessera_compile.ptx_tools import Intervals
+from tessera_compile.runtime import evidence
 from tessera_compile.runtime.codegen import Codegen
 from tessera_compile.runtime.evidence import gather, reads_within, same
 from tessera_compile.runtime.launches import capturing_launches
@@ -224,6 +225,18 @@ def test_equal_pieces_of_other_layers_are_remembered(stand_ins):
     assert again.footprint[second.outputs[0]].writes == other.footprint[second.outputs[0]].writes == span((0, 12288))
     assert same(again, other)
     assert same(made, other)
+
+
+def test_a_launch_too_large_for_the_interpreter_is_told_by_its_storages(stand_ins, monkeypatch):
+    monkeypatch.setattr(evidence, "MOST_THREADS", 255)
+    x = torch.randn(4, 1024)
+    graph, _, found = evidence_of(lambda a: ops.plus(a[0], a[1]), (x,), stand_ins)
+    assert graph.inputs[0] in found.exact  # one block of 128 threads
+    graph, kernel, found = evidence_of(lambda a: ops.plus(a[:2], a[1:3]), (x,), stand_ins)
+    assert not found.exact
+    assert "256 threads are more than are interpreted" in found.reason
+    assert found.footprint[graph.inputs[0]].reads == span((0, 16384))
+    assert found.footprint[kernel.outputs[0]].writes == span((0, 8192))
 
 
 # -- operators
