@@ -35,7 +35,7 @@ from ..ptx_tools.launch import VARIABLES_BASE
 from .codegen import Codegen, Compiled, lookup
 from .copies import copies, storage_bytes
 from .dryrun import Arena, DryRunError, recording
-from .launches import Extent, Launch, Refused, capturing_launches
+from .launches import Extent, Launch, Refused, Tiles, capturing_launches
 
 NOTHING = Intervals.of(())
 
@@ -327,7 +327,8 @@ def touch(launch: Launch) -> Touch:
             except (PtxError, DryRunError, ValueError) as error:
                 reason = str(error)
     reads, writes = NOTHING, NOTHING
-    for parameter, extent in launch.args:
+    for parameter, value in launch.args:
+        extent = value.extent if isinstance(value, Tiles) else value
         if isinstance(extent, Extent):
             reads = reads | extent.whole()
             if launch.written is None or parameter in launch.written:
@@ -386,7 +387,7 @@ def _interpret(
     extra: dict[str, Buffer] = {}
     for param, (_, value) in zip(params, launch.args, strict=False):
         if not isinstance(value, Extent):
-            args[param] = value
+            args[param] = value.map if isinstance(value, Tiles) else value
             continue
         start, size = value.storage
         data = None
@@ -474,14 +475,19 @@ _launched: OrderedDict[Any, tuple[tuple[Intervals, Intervals], ...]] = OrderedDi
 
 def _storages(launch: Launch) -> list[tuple[int, int]]:
     """Address and bytes of the storages that a launch is given, each once, in the order of the parameters."""
-    return list(dict.fromkeys(v.storage for _, v in launch.args if isinstance(v, Extent)))
+    extents = (v.extent if isinstance(v, Tiles) else v for _, v in launch.args)
+    return list(dict.fromkeys(e.storage for e in extents if isinstance(e, Extent)))
 
 
 def _layout(launch: Launch) -> Any:
     """Equal for launches whose footprints are equal but for where their storages lie."""
     storages = _storages(launch)
     args = tuple(
-        (storages.index(v.storage), v.address - v.storage[0], v.address % 256) if isinstance(v, Extent) else (type(v), v)
+        (storages.index(v.storage), v.address - v.storage[0], v.address % 256)
+        if isinstance(v, Extent)
+        else (storages.index(v.extent.storage), replace(v.map, addr=v.map.addr - v.extent.storage[0]))
+        if isinstance(v, Tiles)
+        else (type(v), v)
         for _, v in launch.args
     )
     ptx = hashlib.sha256((launch.ptx or "").encode()).hexdigest()

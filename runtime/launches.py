@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..passes import torch_compat
 from ..passes.errors import TesseraError
 from ..ptx_tools.footprints import Box, Intervals
+from ..ptx_tools.launch import TensorMap
 from .copies import extent
 
 #: Runs of bytes up to which the elements of a strided tensor are told apart.
@@ -95,6 +96,17 @@ class Extent:
 
 
 @dataclass(frozen=True, eq=False)
+class Tiles:
+    """A tensor that a kernel copies tiles of, through a map that the host has encoded."""
+
+    extent: Extent
+    map: TensorMap
+
+
+Argument = Extent | Tiles | int | float | None
+
+
+@dataclass(frozen=True, eq=False)
 class Launch:
     """One launch.
 
@@ -112,7 +124,7 @@ class Launch:
     ptx: str | None
     grid: tuple[int, int, int]
     block: int | tuple[int, int, int] | None
-    args: tuple[tuple[str, Extent | int | float | None], ...]
+    args: tuple[tuple[str, Argument], ...]
     shared_bytes: int = 0
     opaque: str = ""
     written: frozenset[str] | None = None
@@ -242,10 +254,15 @@ def _triton(
     elif (getattr(metadata, "num_ctas", 1) or 1) != 1:
         opaque = "it is launched in clusters"
     tensors = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, torch.Tensor)}
-    args: list[tuple[str, Extent | int | float | None]] = []
+    args: list[tuple[str, Argument]] = []
+    maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
     for parameter, value in zip(names, values, strict=True):
         if isinstance(value, torch.Tensor):
             args.append((parameter, Extent.of(value)))
+        elif hasattr(value, "block_shape") and (tiled := _tiles(parameter, value, next(maps, None))):
+            args += tiled
+            written = None
+            again = _not_again
         elif isinstance(value, bool | int | float | torch.SymInt):
             args.append((parameter, value if isinstance(value, float) else int(value)))
         else:
@@ -266,8 +283,29 @@ def _triton(
         written,
         tensors,
         kernel,
-        None if opaque else again,
+        None if opaque or again is _not_again else again,
     )
+
+
+def _not_again(values: Sequence[Any]) -> None:
+    raise TesseraError("a kernel that copies through tensor maps is not launched again: its maps are of the tensors it had")
+
+
+def _tiles(parameter: str, value: Any, meta: Any) -> list[tuple[str, Argument]] | None:
+    """What a tensor descriptor becomes among a kernel's parameters: the map, the sizes and the strides; None where it does not.
+
+    meta: how the compiler wants the map encoded; without it the kernel takes no map.
+    """
+    if not meta or meta.get("fp4_padded") or meta.get("is_im2col") or not isinstance(value.base, torch.Tensor):
+        return None
+    size = value.base.element_size()
+    shape, strides = [int(n) for n in value.shape], [int(n) for n in value.strides]
+    box = tuple(int(n) for n in reversed(meta["block_size"]))
+    steps = tuple(size * n for n in reversed(strides[:-1]))
+    map_ = TensorMap(value.base.data_ptr(), size, tuple(reversed(shape)), steps, box)
+    numbers = [(f"{parameter}.shape.{i}", n) for i, n in enumerate(shape)]
+    numbers += [(f"{parameter}.stride.{i}", n) for i, n in enumerate(strides)]
+    return [(parameter, Tiles(Extent.of(value.base), map_)), *numbers]
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -337,7 +375,7 @@ def _core_launch(capture: _Capture, original: Callable[..., Any]) -> Callable[..
         with capture.pause():
             result = original(stream, config, kernel, *args)
         opaque = "" if ptx is not None else "its object code is not PTX, or is no longer there"
-        given: list[tuple[str, Extent | int | float | None]] = []
+        given: list[tuple[str, Argument]] = []
         for number, value in enumerate(args):
             plain = _plain_argument(value)
             if plain is None:
@@ -448,7 +486,7 @@ class _Operators(TorchDispatchMode):
             given.append((f"result_{number}", leaf, True))
             written.add(f"result_{number}")
         opaque = ""
-        listed: list[tuple[str, Extent | int | float | None]] = []
+        listed: list[tuple[str, Argument]] = []
         for parameter, tensor, _ in given:
             if tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 listed.append((parameter, Extent.of(tensor)))

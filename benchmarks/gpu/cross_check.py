@@ -50,8 +50,8 @@ def load(name: str) -> Any:
 
 
 def profiled(compiled: Compiled, values: dict[str, Any]) -> Counter[str]:
-    """GPU µs by kernel name, of one call; a second counter's worth of counts is under ``("count", name)``."""
-    own = copies(values)
+    """GPU µs by kernel name, of one call; how often each was launched is under ``("count", name)``."""
+    own = copies({name: lookup(values, name) for name in compiled.inputs})
     found: Counter[Any] = Counter()
     with torch.no_grad():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -76,6 +76,7 @@ def shares(evidence: Evidence, spent: Counter[Any]) -> dict[str, float]:
         "kernels": round(sum(spent["count", n] for n in told) / max(kernels, 1), 3),
         "time": round(sum(spent[n] for n in told) / max(sum(spent[n] for n in names), 1e-9), 3),
         "launched": kernels,
+        "gpu_us": round(sum(spent[n] for n in names), 1),
     }
 
 
@@ -148,7 +149,7 @@ def one(name: str, templates: bool) -> dict[str, Any]:
                 "exact_values": f"{len(evidence.exact)} of {len(evidence.footprint.buffers) if evidence.footprint else 0}",
                 "guards": len(evidence.guards),
                 "reason": evidence.reason[:2000],
-                **shares(evidence, profiled(compiled, {n: values[n] for n in compiled.inputs if n in values})),
+                **shares(evidence, profiled(compiled, values)),
             }
         )
     return {"model": name, "templates": templates, "graphs": rows}
@@ -206,8 +207,15 @@ def main() -> None:
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1))
     rows = [row for found in results["models"] for row in found.get("graphs", ())]
+    for part, weight in (("kernels", "launched"), ("time", "gpu_us")):
+        total = sum(r[weight] for r in rows)
+        results[part] = round(sum(r[part] * r[weight] for r in rows) / max(total, 1e-9), 3)
+        print(f"footprints are known of {results[part]:.0%} of {part}")
     compared, wrong = sum(r["compared"] for r in rows), sum(len(r["mismatches"]) for r in rows)
+    results |= {"compared": compared, "mismatches": wrong}
     print(f"{compared} launches compared, {wrong} mismatches")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
     sys.exit(1 if wrong or any("error" in found for found in results["models"]) else 0)
 
 

@@ -37,7 +37,8 @@ class StandIn:
     def __init__(self, case, launched):
         built = triton_ptx(case)
         self.asm = {"ptx": built.ptx}
-        self.metadata = SimpleNamespace(**{k: built.metadata[k] for k in ("name", "num_warps", "shared", "num_ctas")})
+        shown = ("name", "num_warps", "shared", "num_ctas", "tensordesc_meta")
+        self.metadata = SimpleNamespace(**{k: built.metadata[k] for k in shown})
         self.src = SimpleNamespace(signature=built.metadata["signature"], constants={})
         self.function = None
         self._run = lambda *given: launched(*given[9:])
@@ -49,7 +50,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """k_add and k_gather of the corpus, which can be launched here."""
+    """Kernels of the corpus, which can be launched here."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot be compiled")
     from triton.runtime.jit import JITFunction
 
@@ -66,7 +67,14 @@ def stand_ins(monkeypatch):
         counts["gather"] += 1
         o[:n, :width] = w[idx[:n], :width]
 
-    made = {source.k_add.fn: StandIn("add.sm_90", add), source.k_gather.fn: StandIn("gather.sm_90", pick)}
+    def product(a, b, c, *rest):
+        torch.mm(a.base, b.base.t(), out=c.base)
+
+    made = {
+        source.k_add.fn: StandIn("add.sm_90", add),
+        source.k_gather.fn: StandIn("gather.sm_90", pick),
+        source.k_matmul_tma_host.fn: StandIn("matmul_tma_host.sm_90", product),
+    }
 
     def run(self, *args, grid, warmup, **kwargs):
         kernel = made[self.fn]
@@ -75,7 +83,7 @@ def stand_ins(monkeypatch):
         return kernel
 
     monkeypatch.setattr(JITFunction, "run", run)
-    return SimpleNamespace(add=source.k_add, gather=source.k_gather, counts=counts)
+    return SimpleNamespace(add=source.k_add, gather=source.k_gather, matmul=source.k_matmul_tma_host, counts=counts)
 
 
 KERNELS = None
@@ -111,6 +119,22 @@ def pick(idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     o = torch.empty(idx.numel(), w.size(1), dtype=w.dtype)
     KERNELS.gather[(idx.numel(),)](idx, w, o, idx.numel(), w.size(1), BD=256)
     return o
+
+
+@torch.library.custom_op("tessera_evidence::tiled", mutates_args=())
+def tiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    c = torch.empty(a.size(0), b.size(0), dtype=a.dtype)
+    described = [TensorDescriptor.from_tensor(t, block) for t, block in ((a, [128, 64]), (b, [128, 64]), (c, [128, 128]))]
+    sizes = (a.size(0), b.size(0), a.size(1))
+    KERNELS.matmul[(-(-sizes[0] // 128) * -(-sizes[1] // 128),)](*described, *sizes, BM=128, BN=128, BK=64)
+    return c
+
+
+@tiled.register_fake
+def _(a, b):
+    return a.new_empty(a.size(0), b.size(0))
 
 
 for op, shape in ((plus, None), (lie, None), (hidden, None), (pick, "pick")):
@@ -225,6 +249,16 @@ def test_equal_pieces_of_other_layers_are_remembered(stand_ins):
     assert again.footprint[second.outputs[0]].writes == other.footprint[second.outputs[0]].writes == span((0, 12288))
     assert same(again, other)
     assert same(made, other)
+
+
+def test_tiles_are_copied_through_maps_of_views(stand_ins):
+    x = torch.randn(304, 256).half()
+    graph, kernel, found = evidence_of(lambda a: ops.tiled(a[:200, :128], a[200:, 128:]), (x,), stand_ins)
+    name = graph.inputs[0]
+    assert name in found.exact, found.to_text()
+    rows = [(512 * i, 512 * i + 256) for i in range(200)] + [(512 * i + 256, 512 * i + 512) for i in range(200, 304)]
+    assert found.footprint[name].reads == span(*rows)
+    assert found.footprint[kernel.outputs[0]].writes == span((0, 200 * 104 * 2))
 
 
 def test_a_launch_too_large_for_the_interpreter_is_told_by_its_storages(stand_ins, monkeypatch):
