@@ -26,6 +26,7 @@ from ..passes.errors import TesseraError
 from ..ptx_tools import Buffer, Footprint, PtxError, TensorMap, parse
 from ..ptx_tools.instrumentation import Control, Instrumented, Recording, instrument, read_maps
 from ..ptx_tools.syntax import Module
+from .copies import extent
 
 _ALIGN = 256
 _SMALL_SHARED = 48 * 1024
@@ -49,7 +50,7 @@ class Arena:
         spans: dict[int, tuple[int, int]] = {}
         for tensor in tensors.values():
             key = tensor.untyped_storage().data_ptr()
-            low, high = _extent(tensor)
+            low, high = extent(tensor)
             old = spans.get(key, (low, high))
             spans[key] = (min(low, old[0]), max(high, old[1]))
         at = 0
@@ -63,7 +64,7 @@ class Arena:
         self.buffers: dict[str, Buffer] = {}
         for name, tensor in tensors.items():
             key = tensor.untyped_storage().data_ptr()
-            low, high = _extent(tensor)
+            low, high = extent(tensor)
             start = places[key] + low - spans[key][0]
             size = tensor.element_size()
             if start % size:
@@ -76,16 +77,6 @@ class Arena:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.views[name]
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and end of a tensor in its storage."""
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    if tensor.numel() == 0:
-        return low, low
-    last = sum(int((n - 1) * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return low, low + (last + 1) * size
 
 
 @dataclass
