@@ -39,11 +39,11 @@ from tessera_compile.passes.mix import Mix, mix_of_table, read_table
 from tessera_compile.passes.mix_plan import MixPlan, SharedPlan
 from tessera_compile.passes.mixture import best_mixture
 from tessera_compile.reports import Report
-from tessera_compile.runtime.board import PIECE_US, Route
+from tessera_compile.runtime.board import Route
 from tessera_compile.runtime.monitor import Monitor
 from tessera_compile.runtime.simulator import Passage, Run, drive
 from tessera_compile.simulation import modelled_route
-from tessera_compile.together import SEGMENT_SHARE
+from tessera_compile.together import longest
 
 CLUSTER = "a100-80gb,l40s@{}Gbps+10us"
 PACE = 2000.0  # real time per emulated time
@@ -127,10 +127,10 @@ def programs_of(
     """The workloads of a mix under a placement, as programs. cut: segments no longer than an engine lets them be under a joint
     plan."""
     planned = {name: graph_of(mix, w, placement, cluster) for w, name in enumerate(mix.workloads)}
-    longest = max(PIECE_US, SEGMENT_SHARE * min(plan.makespan_us for _, plan, _ in planned.values())) if cut else math.inf
+    longest_us = longest(plan for _, plan, _ in planned.values()) if cut else math.inf
     made = {}
     for name, (ddg, plan, profile) in planned.items():
-        program = schedule(ddg, plan, profile=profile, longest_us=longest)
+        program = schedule(ddg, plan, profile=profile, longest_us=longest_us)
         verify(program, ddg, plan)
         made[name] = (ddg.graph["kernels"], program, profile)
     return made

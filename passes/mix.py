@@ -304,7 +304,8 @@ def mix_of_graphs(
 ) -> Mix:
     """A mix of dependence graphs, each with its profile and weight, in the order in which a request goes through them.
 
-    state_moves: False, as a plain call has it: mutable state lives at home, is fetched and brought back in every use. True, as
+    state_moves: False, as a plain call has it: mutable state lives at home, is fetched and brought back in every use; what a lane
+    keeps moves to the lane of the next graph that keeps it, as often as the rarer of the two is used. True, as
     an engine can have it: state of a storage stays where it is used, and what a kernel writes of it moves to the groups of other
     kernels that touch it, in its own graph and in later ones (``ddg.graph["state_bytes"]``: value → bytes written in one use,
     all of it where that does not say).
@@ -325,6 +326,7 @@ def mix_of_graphs(
     shared: dict[Hashable, list[tuple[int, float, _StateUse]]] = {}
     reads: list[tuple[int, float, Hashable, int, tuple[int, ...]]] = []
     writes: dict[Hashable, float] = {}
+    kept_by: dict[Hashable, tuple[int, float]] = {}  # Storage → the kernel whose lane keeps it, and the graph's weight.
     cut_us = [0.0] * len(groups)
     for number, (ddg, profile, weight) in enumerate(parts):
         problem = make_problem(ddg, profile, cluster, inflight=inflight, overlap=overlap)
@@ -364,7 +366,14 @@ def mix_of_graphs(
                 users = tuple(base + i for i, k in enumerate(graph.kernels) if value.name in k.inputs)
                 reads.append((number, float(weight), storages[value.name], value.bytes, users))
             elif value.origin == "state" and value.name in storages:
-                writes[storages[value.name]] = writes.get(storages[value.name], 0.0) + float(weight)
+                key = storages[value.name]
+                writes[key] = writes.get(key, 0.0) + float(weight)
+                if graph.keeper(value.name) is not None and not state_moves:
+                    writer = base + next(i for i, k in enumerate(graph.kernels) if value.name in k.writes)
+                    if key in kept_by:  # It moves once, from the one graph's lane to the other's.
+                        before, least = kept_by[key][0], min(kept_by[key][1], float(weight))
+                        moves.append(Move(f"state {key}", value.bytes, before, (writer,), count=least))
+                    kept_by[key] = (writer, float(weight))
         for resident, nbytes, touchers, mutable in problem.residents:
             held = ("storage", storages[resident]) if resident in storages else (number, resident)
             label, most, holders, written = residents.get(held, (f"{name}/{resident}", 0, [], False))

@@ -16,26 +16,33 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import networkx as nx
 import torch
 
 from . import pipeline
 from .catalogue import make_cluster
-from .passes import torch_compat
+from .in_flight import simulated_us
+from .passes import partition, schedule, torch_compat
 from .passes.cluster import Cluster
+from .passes.crossings import plans_by_crossings
 from .passes.errors import OptionsError, PlanError
-from .passes.ir import format_bytes
+from .passes.ir import Plan, format_bytes
+from .passes.mix import Mix, mix_of_graphs
 from .passes.mix_plan import GraphShares
 from .passes.mixture import MixPlan
 from .passes.partitioning import matching
-from .passes.planning import plan_mix
+from .passes.planning import pin, plan_mix
 from .pipeline import CompiledGraph
 from .runtime.board import PIECE_US
+from .simulation import modelled_route
 
+#: Requests that are simulated of each plan, about.
+SIMULATED = 800.0
 #: Under a joint plan an engine's segments take no longer than this part of what the shortest graph takes alone: a decode step
 #: that meets a segment of a prefill at a crossing waits for the rest of it.
 SEGMENT_SHARE = 0.1
@@ -64,13 +71,15 @@ class Change:
 
 class PlanTogether:
     """The context manager. After the block: ``plan`` (a ``MixPlan``), ``changes``, and ``shared``, the bytes that graphs
-    share."""
+    share; ``followed``, the mixture that an engine follows, and ``simulated``, the plans that it was chosen from, with the µs
+    that a mix took."""
 
     def __init__(
         self,
         cluster: str | Cluster | None = None,
         *,
         uses: Mapping[str, float] | None = None,
+        inflight: int | None = None,
         time_limit: float = 60.0,
         gap: float = 5e-3,
     ) -> None:
@@ -78,7 +87,11 @@ class PlanTogether:
         self.uses = dict(uses or {})
         if any(not n > 0 for n in self.uses.values()):
             raise OptionsError(f"uses {self.uses}: every number must be positive")
-        self.time_limit, self.gap = time_limit, gap
+        if inflight is not None and (not isinstance(inflight, int) or isinstance(inflight, bool) or inflight < 1):
+            raise OptionsError(f"inflight={inflight!r}; it takes a whole number from 1")
+        self.inflight, self.time_limit, self.gap = inflight, time_limit, gap
+        self.followed: MixPlan | None = None
+        self.simulated: list[tuple[MixPlan, float]] = []
         self.plan: MixPlan | None = None
         self.changes: tuple[Change, ...] = ()
         self.shared = 0
@@ -163,6 +176,16 @@ class PlanTogether:
             time_limit=self.time_limit,
             gap=self.gap,
         )
+        self.followed = self.plan
+        if self.inflight is not None:
+            mix = mix_of_graphs(
+                [(ddg, ddg.graph["profile"], weight) for ddg, weight in parts],
+                cluster,
+                overlap=overlap,
+                inflight=inflight,
+                alike=False,
+            )
+            self._choose(pin(mix, parts, pins, cluster), cluster, parts, self.inflight)
         followed = self.plan.single.placement  # a plain call follows one plan, and this is the best for all of them
         members = {name: devices[0] for name, devices in self.plan.groups.items()}
         changes = []
@@ -170,11 +193,38 @@ class PlanTogether:
             prefix = f"{ddg.graph['name']}/"
             placement = {k.removeprefix(prefix): members[g] for k, g in followed.items() if k.startswith(prefix)}
             changes.append(self._follow(graph, phase, placement))
-        shortest = min(graph.report.plan.makespan_us for graph, _, _, _ in calls if graph.report is not None)
-        longest_us = max(PIECE_US, SEGMENT_SHARE * shortest)
+        longest_us = longest(graph.report.plan for graph, _, _, _ in calls if graph.report is not None)
         for (graph, _, _, _), (ddg, _) in zip(calls, parts, strict=True):
-            graph.joint = GraphShares.of(self.plan, ddg.graph["name"], longest_us)
+            graph.joint = GraphShares.of(self.followed, ddg.graph["name"], longest_us)
         self.changes = tuple(changes)
+
+    def _choose(self, mix: Mix, cluster: Cluster, parts: Sequence[tuple[nx.DiGraph, float]], inflight: int) -> None:
+        """Follows that of the plans, of those which cross less and less, which serves most with so many requests in flight."""
+        assert self.plan is not None
+        uses = {ddg.graph["name"]: weight for ddg, weight in parts}
+        mixes = min(max(6.0, 2.0 / min(uses.values())), max(1.0, SIMULATED / sum(uses.values())))
+        for plan in plans_by_crossings(mix, self.plan, time_limit=min(10.0, self.time_limit), gap=self.gap):
+            members = {name: devices[0] for name, devices in plan.groups.items()}
+            shared = []
+            for one in plan.plans:
+                placed = {}
+                for ddg, _ in parts:
+                    prefix = f"{ddg.graph['name']}/"
+                    where = {k.removeprefix(prefix): members[g] for k, g in one.placement.items() if k.startswith(prefix)}
+                    placed[ddg.graph["name"]] = partition(ddg, ddg.graph["profile"], cluster, placement=where)
+                longest_us = longest(placed.values())
+                routes = {}
+                for ddg, _ in parts:
+                    name, profile = ddg.graph["name"], ddg.graph["profile"]
+                    program = schedule(ddg, placed[name], profile=profile, longest_us=longest_us)
+                    routes[name] = modelled_route(ddg.graph["kernels"], program, profile, cluster, slots=inflight)[0]
+                shared.append((one.share, routes))
+            us = simulated_us(shared, uses, lanes=len(cluster.devices), inflight=inflight, mixes=mixes)
+            self.simulated.append((plan, us))
+        # Of plans that serve as much the one that promises more: it gains if more are in flight.
+        least = min(us for _, us in self.simulated)
+        close = [plan for plan, us in self.simulated if us <= 1.002 * least]
+        self.followed = min(close, key=lambda plan: plan.bottleneck_us)
 
     def _follow(self, graph: CompiledGraph, phase: str, placement: Mapping[str, str]) -> Change:
         before = graph.report
@@ -209,16 +259,28 @@ def _segments(program: Any) -> set[tuple[str, tuple[str, ...]]]:
     return {(lane.device, i.kernels) for lane in program.lanes for i in lane.instructions if isinstance(i, Run)}
 
 
+def longest(plans: Iterable[Plan]) -> float:
+    """µs that a segment may take under these plans of graphs whose requests are in flight together."""
+    return max(PIECE_US, SEGMENT_SHARE * min(plan.makespan_us for plan in plans))
+
+
 def plan_together(
-    cluster: str | Cluster | None = None, *, uses: Mapping[str, float] | None = None, time_limit: float = 60.0, gap: float = 5e-3
+    cluster: str | Cluster | None = None,
+    *,
+    uses: Mapping[str, float] | None = None,
+    inflight: int | None = None,
+    time_limit: float = 60.0,
+    gap: float = 5e-3,
 ) -> PlanTogether:
     """A context in which calls of compiled models are planned together; see the module.
 
     Args:
         cluster: of the models called inside, which must all be compiled for it; by default that of the first.
         uses: phase → uses in one mix; a phase that is not named counts as often as it is called.
+        inflight: requests that an engine will have in flight. What a plan promises takes enough of them; with fewer, plans that
+            cross less may serve more: several are simulated, which takes some seconds, and an engine follows the best.
         time_limit, gap: seconds and relative gap for the planner.
 
     Raises, on leaving the block: PlanError where nothing was called or clusters differ, InfeasibleError where no plan fits.
     """
-    return PlanTogether(cluster, uses=uses, time_limit=time_limit, gap=gap)
+    return PlanTogether(cluster, uses=uses, inflight=inflight, time_limit=time_limit, gap=gap)

@@ -11,6 +11,7 @@ from tessera_compile.passes import depend, partition, schedule, verify
 from tessera_compile.passes.errors import ProgramError
 from tessera_compile.passes.ir import KernelGraph, Profile, Program
 from tessera_compile.passes.keeping import keep
+from tessera_compile.passes.mix import mix_of_graphs, worth
 from tessera_compile.passes.problem import make_problem, moves
 from tests.graphs import cpus, lowered, synthetic
 
@@ -90,6 +91,22 @@ def test_plans_are_found_and_moving_the_state_is_priced(objective):
     plan = partition(ddg, profile, DEVICES, objective=objective)
     verify(schedule(ddg, plan), ddg, plan)
     assert set(plan.placement.values()) == {"d1"}
+
+
+def test_between_two_graphs_it_moves_once():
+    ddgs = [state_graph(), state_graph()]
+    profile = Profile.of({f"k{i}": dict.fromkeys(DEVICES.names, 5.0) for i in range(3)})
+    for ddg in ddgs:
+        ddg.graph["storages"] = {"s1": 77}
+    mix = mix_of_graphs([(ddgs[0], profile, 1.0), (ddgs[1], profile, 100.0)], DEVICES, alike=False)
+    (move,) = [m for m in mix.moves if m.value == "state 77"]
+    assert (move.source, move.readers, move.bytes, move.count) == (1, (4,), 500, 1.0)
+    apart, together = worth(mix, (0, 0, 0, 0, 1, 0)).link, worth(mix, (0, 1, 0, 0, 1, 0)).link
+    # Apart, v0 of the first graph stays, and the state goes from its k1 to the second's.
+    once = DEVICES.us("d0", "d1", 500)
+    assert apart[0, 1] - together[0, 1] == pytest.approx(once - DEVICES.us("d0", "d1", 1000))
+    (held,) = [r for r in mix.residents if r[0].endswith("s1")]
+    assert held[1:] == (500, (1, 4), False)
 
 
 def test_only_what_a_lane_can_have_for_itself_is_kept():
