@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import networkx as nx
 
+from .hidden_writes import declared_contents
 from .ir import Dependence, KernelGraph
 
 STRENGTH = {"raw": 0, "waw": 1, "war": 2, "effect": 3}
@@ -22,6 +23,7 @@ STRENGTH = {"raw": 0, "waw": 1, "war": 2, "effect": 3}
 def depend(kernels: KernelGraph) -> nx.DiGraph:
     """Builds the data-dependence graph of ``kernels``; always acyclic, since kernels are in a valid order."""
     ddg = nx.DiGraph(kernels=kernels)
+    seen = declared_contents(kernels.module) if kernels.module is not None else ()
     for kernel in kernels.kernels:
         ddg.add_node(kernel.name, kernel=kernel)
     last_effect: str | None = None
@@ -29,8 +31,9 @@ def depend(kernels: KernelGraph) -> nx.DiGraph:
     for kernel in kernels.kernels:
         for value in kernel.inputs:
             producer = kernels.producer(value)
+            how = "probe" if value in seen else "schema"
             if producer is not None:
-                _add(ddg, producer, kernel.name, Dependence("raw", value, kernels.values[value].bytes, "schema"))
+                _add(ddg, producer, kernel.name, Dependence("raw", value, kernels.values[value].bytes, how))
         for value in kernel.writes:
             for reader in kernels.readers(value):
                 if reader != kernel.name and value not in kernels[reader].writes:

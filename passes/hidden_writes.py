@@ -51,6 +51,16 @@ def declare(gm: fx.GraphModule, writes: Mapping[str, Sequence[str]]) -> fx.Graph
     return new
 
 
+def declared_contents(gm: fx.GraphModule) -> frozenset[str]:
+    """The nodes that are new contents of arguments, as :func:`declare` put them there."""
+    made = {target: len(target._schema.returns) - len(arguments) for (_, arguments), target in _made.items()}
+    return frozenset(
+        n.name
+        for n in gm.graph.nodes
+        if n.target is operator.getitem and n.args[0].target in made and n.args[1] >= made[n.args[0].target]
+    )
+
+
 def _declare(gm: fx.GraphModule, node: fx.Node, arguments: tuple[str, ...]) -> None:
     graph, order = gm.graph, list(gm.graph.nodes)
     target = node.target

@@ -176,6 +176,9 @@ def test_what_was_seen_makes_it_right(codegen):
     writer = next(k.name for k in graph.kernels.kernels if "scaled" in k.name)
     assert graph.ddg.has_edge(writer, next(k.name for k in graph.kernels.kernels if k.name.startswith("k3")))
     assert "probe" in graph.seconds
+    reader = next(k.name for k in graph.kernels.kernels if k.name.startswith("k3"))
+    assert graph.ddg.edges[writer, reader]["evidence"] == "probe"
+    assert f"{writer} -> {reader}: raw" in graph.to_text()
 
 
 class InPlace(torch.nn.Module):
