@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import sys
 import threading
 import time
 from collections import deque
@@ -42,7 +41,6 @@ from .replicas import Residents
 AHEAD = 2
 """Segments that a lane may have waiting or running, and transfers a link."""
 _POLL = 20e-6  # seconds between two looks at events
-_SWITCH = 20e-6  # seconds after which a thread that waits for Python's lock is given it
 
 
 @dataclass
@@ -106,7 +104,6 @@ class CudaDispatcher:
         self._flying: list[deque[_Tracked]] = [deque() for _ in range(count + 1)]
         self._moving: dict[tuple[int, int], deque[_Tracked]] = {}
         self._turn = itertools.count()
-        _switching(+1)
         self._thread = threading.Thread(target=self._serve, name="tessera-issue", daemon=True)
         self._thread.start()
 
@@ -188,12 +185,10 @@ class CudaDispatcher:
     def close(self) -> None:
         """Ends the lanes once the requests in flight are done."""
         with self._lock:
-            closed, self._closed = self._closed, True
+            self._closed = True
             self._wake()
             self._gate.notify_all()
         self._thread.join()
-        if not closed:
-            _switching(-1)
 
     @contextlib.contextmanager
     def _in_turn(self, number: int, written: frozenset[int]) -> Iterator[None]:
@@ -366,10 +361,10 @@ class CudaDispatcher:
             except Exception as error:
                 for ticket in self._under_way():
                     self._fail(ticket, error)
-            _, count = cycle.launched.popleft()
+            _, stages = cycle.launched.popleft()
             self._asked = False
-            for (lane, _), ms in cycle.executor.took.items():  # As they were when they were issued one by one.
-                self._busy[lane] += 1e6 * ms * count / len(cycle.stages)
+            for lane, ms in cycle.busy_ms(stages).items():
+                self._busy[lane] += 1e6 * ms
 
     def _landed(self, tracked: _Tracked) -> None:
         flight, request = tracked.flight, tracked.ticket.load
@@ -379,8 +374,7 @@ class CudaDispatcher:
         if tracked.segment:
             self._queued[tracked.lane] -= 1
             if flight.begin is not None and request.error is None:
-                took = request.executor.took[flight.spot] = flight.begin.elapsed_time(flight.end)
-                self._busy[tracked.lane] += 1e6 * took
+                self._busy[tracked.lane] += 1e6 * flight.begin.elapsed_time(flight.end)
         if tracked.link is not None:
             request.incoming[tracked.lane] -= 1
             self._board.delivered(*tracked.link)
@@ -519,19 +513,3 @@ class CudaDispatcher:
         if not ticket.busy:
             request.done.set()
         self._wake()
-
-
-_open = 0
-_before = 0.0
-_open_lock = threading.Lock()
-
-
-def _switching(change: int) -> None:
-    """While there are dispatchers Python hands its lock on sooner. Every call into CUDA gives it up, and the issuing thread would
-    have it back only after 5 ms of whatever Python the workers run, while the lanes run dry."""
-    global _open, _before
-    with _open_lock:
-        if _open == 0:
-            _before = sys.getswitchinterval()
-        _open += change
-        sys.setswitchinterval(min(_before, _SWITCH) if _open else _before)

@@ -219,8 +219,9 @@ class Cycle:
         self._number = 0
         #: The requests at each stage.
         self.stages: deque[Ticket | None] = deque([None] * graphs.period.slots, maxlen=graphs.period.slots)
-        #: Of periods that were launched and are not known to be done: their end, and how many requests were in them.
-        self.launched: deque[tuple[torch.cuda.Event, int]] = deque()
+        #: Of periods that were launched and are not known to be done: their end, and the stages that were not idle.
+        self.launched: deque[tuple[torch.cuda.Event, frozenset[int]]] = deque()
+        self._times = self._timed()
 
     @property
     def empty(self) -> bool:
@@ -258,7 +259,7 @@ class Cycle:
         self.graphs.launch(number, self._stream)
         ended = self._stream.record_event()
         self.stages.appendleft(ticket)
-        self.launched.append((ended, sum(t is not None for t in self.stages)))
+        self.launched.append((ended, frozenset(s for s, t in enumerate(self.stages) if t is not None)))
         done = self.stages[-1]
         if done is None:
             return None
@@ -273,6 +274,37 @@ class Cycle:
         request.copied, request.tail = True, self._tail.record_event()
         place.done = [request.tail]
         return done
+
+    def busy_ms(self, stages: frozenset[int]) -> dict[int, float]:
+        """Lane → ms that it works in a period for the requests at these stages."""
+        found: dict[int, float] = {}
+        for (lane, _), (stage, ms) in self._times.items():
+            if stage in stages:
+                found[lane] = found.get(lane, 0.0) + ms
+        return found
+
+    def _timed(self) -> dict[tuple[int, int], tuple[int, float]]:
+        """Lane and position of each segment → its stage, and ms: modelled ones of paced lanes, else those of a replay."""
+        executor, period = self.executor, self.graphs.period
+        slot = self.graphs.places[0].slot
+        assert slot is not None
+        found = {}
+        for (lane, at), segment in executor.segments.items():
+            stage = period.stages[segment.name]
+            if executor.times is not None and executor.times.run_time is not None:
+                found[lane, at] = stage, executor.times.run_time[segment.name] / 1e6
+                continue
+            graph, streams = slot.captured((lane, at)), executor.lanes[lane]
+            assert graph is not None
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with ISSUING, torch.cuda.device(streams.device), torch.cuda.stream(streams.compute):
+                graph.replay()
+                begin.record(streams.compute)
+                graph.replay()
+                end.record(streams.compute)
+            end.synchronize()
+            found[lane, at] = stage, begin.elapsed_time(end)
+        return found
 
     def flight(self, ticket: Ticket) -> Flight:
         """Behind the outputs of a request that is done."""

@@ -34,12 +34,10 @@ from .transports import used_on
 
 @dataclass
 class Flight:
-    """Something that was issued and may not be done: ``end`` is behind it, ``begin``, of segments, before it. ``spot``: of which
-    lane and position it is."""
+    """Something that was issued and may not be done: ``end`` is behind it, ``begin``, of segments, before it."""
 
     end: torch.cuda.Event
     begin: torch.cuda.Event | None = None
-    spot: tuple[int, int] = (0, 0)
     done: bool = False
 
 
@@ -124,7 +122,6 @@ class CudaRequests(CudaLaneExecutor):
         self._made: list[Place] = []
         self.cycle: Any = None  # of the dispatcher, once periods are captured
         self._guard = threading.Lock()
-        self.took: dict[tuple[int, int], float] = {}  # ms that segments were last seen to take, by lane and position
         self.period = period
         self.no_period = self._unperiodic()
         if self.no_period:
@@ -376,7 +373,7 @@ class CudaRequests(CudaLaneExecutor):
                 self.clocks.ran(lane, words, self.times.run_time[x.segment])
         end = torch.cuda.Event(enable_timing=True)
         end.record(streams.compute)
-        flight = request.latest[lane] = Flight(end, begin, (lane, at))
+        flight = request.latest[lane] = Flight(end, begin)
         return flight
 
     def finish(self, request: CudaRequest) -> None:
