@@ -323,6 +323,12 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def functionalized_operator(node: Any) -> Any:
+    """The operator that a node of AOTAutograd's calls on copies of what its schema says is written; None of other nodes."""
+    name = node.target.name() if is_higher_order(node.target) else ""
+    return node.args[0] if name in ("auto_functionalized", "auto_functionalized_v2") else None
+
+
 def is_triton_kernel(target: Any) -> bool:
     """Whether an FX target launches a kernel that the user wrote in Triton."""
     return is_higher_order(target) and target.name().startswith("triton_kernel_wrapper")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +26,32 @@ _TRUSTED = {"aten", "prims", "prim", "inductor", "rngprims", "_c10d_functional",
 _warned: set[tuple[str, str]] = set()
 
 
+@dataclass(frozen=True)
+class Undeclared:
+    """Writes that were seen: node → names of arguments.
+
+    ``sayable``: those that :func:`hidden_writes.declare` can put into the graph; ``others`` are lists of tensors, and arguments
+    of operators that declare other writes.
+    """
+
+    sayable: dict[str, tuple[str, ...]]
+    others: dict[str, tuple[str, ...]]
+
+
 def custom_operators(graph: KernelGraph) -> tuple[str, ...]:
     """The nodes that call operators of others than torch."""
-    return tuple(
-        n.name
-        for n in graph.module.graph.nodes
-        if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and n.target.namespace not in _TRUSTED
-    )
+    return tuple(n.name for n in graph.module.graph.nodes if _operator(n) is not None)
 
 
-def undeclared_writes(graph: KernelGraph, inputs: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Node → names of the arguments that its operator changed and whose schema says that it does not; warns once for each.
+def _operator(node: fx.Node) -> torch._ops.OpOverload | None:
+    if node.op != "call_function":
+        return None
+    target = torch_compat.functionalized_operator(node) or node.target
+    return target if isinstance(target, torch._ops.OpOverload) and target.namespace not in _TRUSTED else None
+
+
+def undeclared_writes(graph: KernelGraph, inputs: Mapping[str, Any]) -> Undeclared:
+    """What custom operators changed and their schemas say that they do not; warns once for each argument.
 
     The graph runs uncompiled up to its last custom operator, on ``inputs`` (name → value), of which whatever a custom operator
     might write is copied first. Arguments are compared byte by byte: a write that leaves the bytes as they were is not seen.
@@ -43,9 +59,9 @@ def undeclared_writes(graph: KernelGraph, inputs: Mapping[str, Any]) -> dict[str
     probe = _Probe(graph)
     with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(inputs)):
         probe.run(*(inputs[name] for name in graph.inputs))
-    for node, arguments in probe.found.items():
+    for node, arguments in [*probe.found.items(), *probe.others.items()]:
         _warn(str(probe.targets[node]), arguments)
-    return probe.found
+    return Undeclared(probe.found, probe.others)
 
 
 class _Done(Exception):
@@ -56,6 +72,7 @@ class _Probe(fx.Interpreter):
     def __init__(self, graph: KernelGraph) -> None:
         super().__init__(graph.module)
         self.found: dict[str, tuple[str, ...]] = {}
+        self.others: dict[str, tuple[str, ...]] = {}
         self.targets: dict[str, Any] = {}
         names = custom_operators(graph)
         self.custom, self.last = set(names), names[-1] if names else None
@@ -90,18 +107,30 @@ class _Probe(fx.Interpreter):
 
     def _probed(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        schema = n.target._schema  # type: ignore[union-attr]
-        given: dict[str, torch.Tensor] = {}
-        for position, argument in enumerate(schema.arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
+        operator = _operator(n)
+        assert operator is not None
+        plain = operator is n.target
+        given: dict[str, list[torch.Tensor]] = {}
+        for position, argument in enumerate(operator._schema.arguments):
+            value = args[position] if plain and position < len(args) else kwargs.get(argument.name)
             declared = argument.alias_info is not None and argument.alias_info.is_write
-            if isinstance(value, torch.Tensor) and not declared:
-                given[argument.name] = value
-        before = {name: _bytes(value).clone() for name, value in given.items()}
+            tensors = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
+            if tensors and not declared:
+                given[argument.name] = tensors
+        before = {name: [_bytes(v).clone() for v in tensors] for name, tensors in given.items()}
         result = self.call_function(n.target, args, kwargs)
-        changed = tuple(name for name, value in given.items() if not torch.equal(_bytes(value), before[name]))
-        if changed:
-            self.found[n.name], self.targets[n.name] = changed, n.target
+        changed = [
+            name
+            for name, tensors in given.items()
+            if not all(torch.equal(_bytes(v), old) for v, old in zip(tensors, before[name], strict=True))
+        ]
+        lists = {a.name for a in operator._schema.arguments if not isinstance(a.type, torch.TensorType)}
+        for found, names in (
+            (self.found, [c for c in changed if plain and c not in lists]),
+            (self.others, [c for c in changed if not plain or c in lists]),
+        ):
+            if names:
+                found[n.name], self.targets[n.name] = tuple(names), operator
         return result
 
 

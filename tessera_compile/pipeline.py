@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from torch import fx
 from .options import Options
 from .passes import depend, lower, partition, refine, schedule, verify
 from .passes.cluster import Cluster
-from .passes.errors import PlanError
+from .passes.errors import FallbackError, LoweringError, PlanError, TesseraWarning
 from .passes.extents import extents
 from .passes.hidden_writes import declare
 from .passes.ir import KernelGraph, Plan, Profile, Program
@@ -37,7 +38,7 @@ from .runtime.cpu_lanes import CpuLaneExecutor, lane_threads
 from .runtime.dry_runs import DryRun, Guards, Values, dry_run, holding, summary, unproven, worth_running
 from .runtime.enrolment import serving
 from .runtime.pacing import Pace
-from .runtime.probing import custom_operators, undeclared_writes
+from .runtime.probing import Undeclared, custom_operators, undeclared_writes
 from .runtime.profile_cache import ProfileCache
 from .runtime.profiler import needs_real_call, profile
 
@@ -88,6 +89,7 @@ class CompiledGraph:
         # Custom operators are run once before anything is planned, to see whether they write what they do not declare.
         self._probes = refines and bool(custom_operators(self.kernels))
         self._dry_runs = refines and self._cuda
+        self.alone = ""  # Why all of it runs on one device.
         self._guards: Guards | None = None
         self._guarded = True  # Whether footprints count that hold while weights stay as they are.
         first = self._probes or (self._dry_runs and bool(worth_running(self.kernels, options.refine)))
@@ -146,13 +148,16 @@ class CompiledGraph:
         return replace(self.report, emulation=self.executor.pace.result())
 
     def replan(self, placement: Mapping[str, str], planner: str) -> None:
-        """Runs the graph by another placement from the next call on. What is compiled already and needed again is kept.
+        """Runs the graph by another placement from the next call on. What is compiled already and needed again is kept. A graph
+        that must run on one device goes on doing so.
 
         Raises InfeasibleError or PlanError, and leaves everything as it is, where the placement is not possible.
         """
         report = self.report
         if report is None:
             raise PlanError(f"graph {self.number} has not been planned yet; call it first")
+        if self.alone:
+            return
         options = self.options
         plan = partition(
             self.ddg,
@@ -181,8 +186,7 @@ class CompiledGraph:
         if self._probes and real is not None:
             with self._step("probe"):
                 found = undeclared_writes(self.kernels, dict(zip(self.kernels.inputs, real, strict=True)))
-            if found:
-                self._lower(declare(self.kernels.module, found), ())
+            self._declare(found)
         options, kernels = self.options, self.kernels
         lanes = len(self.cluster.devices)
         threads = lane_threads(lanes)
@@ -215,7 +219,8 @@ class CompiledGraph:
         while True:
             ddg = self.ddg
             with self._step("partition"):
-                plan = make_plan(ddg, kernels, times, self.cluster, options)
+                alone = self.cluster.names[0] if self.alone else None
+                plan = make_plan(ddg, kernels, times, self.cluster, options, alone)
             with self._step("schedule"):
                 program = schedule(ddg, plan)
             with self._step("verify"):
@@ -236,11 +241,26 @@ class CompiledGraph:
                     kept = tuple(b for b in footprints[reader].buffers if b.name != value)
                     footprints[reader] = replace(footprints[reader], buffers=kept)
             self._refine(footprints)
-        fallbacks = tuple(codegen.fallbacks.values())
+        fallbacks = (*codegen.fallbacks.values(), *([self.alone] if self.alone else []))
         self.report = GraphReport(
             self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks, dry_run=found
         )
         self.executor = executor
+
+    def _declare(self, found: Undeclared) -> None:
+        """Makes undeclared writes part of the graph; where that cannot be said, one device runs all of it, in its order."""
+        reason = "; ".join(f"{node} writes {', '.join(names)}" for node, names in found.others.items())
+        if not reason and found.sayable:
+            try:
+                self._lower(declare(self.kernels.module, found.sayable), ())
+            except LoweringError as error:
+                reason = str(error)
+        if reason:
+            message = f"graph {self.number} runs on one device, since undeclared writes cannot be told to others: {reason}"
+            if self.options.strict:
+                raise FallbackError(message)
+            warnings.warn(message, TesseraWarning, stacklevel=3)
+            self.alone = message
 
     def _dry_run(self, asked: Sequence[str], values: Values) -> tuple[dict[str, Footprint], DryRun]:
         """What kernels touch, from running each once; the dependence graph is refined by it."""
@@ -319,9 +339,14 @@ class CompiledGraph:
         log.info("graph %d: %s took %.3f s", self.number, name, self._seconds[name])
 
 
-def make_plan(ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options) -> Plan:
-    """The plan that ``options.planner`` and ``options.policy`` ask for."""
+def make_plan(
+    ddg: nx.DiGraph, kernels: KernelGraph, times: Profile, cluster: Cluster, options: Options, alone: str | None = None
+) -> Plan:
+    """The plan that ``options.planner`` and ``options.policy`` ask for; ``alone``: the device that must run everything."""
     placement: dict[str, str] | None = None
+    if alone is not None:
+        placement, how = {k.name: alone for k in kernels.kernels}, "single"
+        return partition(ddg, times, cluster, inflight=options.inflight, placement=placement, planner=how)
     pins = {pattern: device for pattern, device in options.pins if matching(kernels, pattern)}
     if options.planner.endswith(".json"):
         placement = saved_placement(options, kernels) | pinned(kernels, pins)

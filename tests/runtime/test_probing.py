@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tessera_compile
 from tessera_compile.compiler import report
 from tessera_compile.passes import lower
-from tessera_compile.passes.errors import LoweringError, TesseraWarning
+from tessera_compile.passes.errors import FallbackError, LoweringError, TesseraWarning
 from tessera_compile.passes.hidden_writes import declare
 from tessera_compile.runtime import probing
 from tessera_compile.runtime.probing import custom_operators, undeclared_writes
@@ -109,7 +109,8 @@ def test_a_declared_graph_does_what_eager_does(function):
         )
     assert all(torch.equal(a, b) for a, b in zip(mine, arguments(), strict=True))  # probing leaves the user's tensors alone
     graph = lower(gm)
-    said = declare(graph.module, found)
+    assert not found.others
+    said = declare(graph.module, found.sayable)
     again = lower(said)
     assert again.nodes >= graph.nodes
     expected, got = function(*given), said(*mine)
@@ -117,7 +118,7 @@ def test_a_declared_graph_does_what_eager_does(function):
     for e, g in zip(expected if isinstance(expected, tuple) else [expected], got, strict=True):
         assert torch.equal(e, g)
     assert all(torch.equal(a, b) for a, b in zip(mine, given, strict=True))
-    assert not undeclared_writes(again, dict(zip(again.inputs, arguments(), strict=True)))
+    assert not undeclared_writes(again, dict(zip(again.inputs, arguments(), strict=True))).sayable
 
 
 def test_what_is_found_and_what_is_not():
@@ -127,7 +128,8 @@ def test_what_is_found_and_what_is_not():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = undeclared_writes(graph, dict(zip(graph.inputs, arguments(), strict=True)))
-    assert found == {custom_operators(graph)[-1]: ("y",)}
+    assert found.sayable == {custom_operators(graph)[-1]: ("y",)}
+    assert found.others == {}
 
 
 def test_names_that_are_not_there():
@@ -210,3 +212,54 @@ def test_one_lane_and_off_do_not_probe():
     with warnings.catch_warnings():
         warnings.simplefilter("error", TesseraWarning)
         torch.testing.assert_close(tuple(call(*arguments())), Lying()(*arguments()))
+
+
+@torch.library.custom_op("tessera_test::of_a_list", mutates_args=())
+def of_a_list(xs: list[torch.Tensor]) -> torch.Tensor:
+    xs[1].add_(1)
+    return xs[0] + 1
+
+
+@of_a_list.register_fake
+def _(xs):
+    return torch.empty_like(xs[0])
+
+
+@torch.library.custom_op("tessera_test::half_honest", mutates_args=("y",))
+def half_honest(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(1)
+    y.mul_(2)
+
+
+class Unsayable(torch.nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, w):
+        y, z = x @ w, x + w
+        if self.how == "list":
+            a = lie.of_a_list([y, z])
+        else:
+            lie.half_honest(y, z)
+            a = y
+        return a @ w, z @ w, y
+
+
+@pytest.mark.parametrize("how", ["list", "half"])
+def test_what_cannot_be_said_runs_on_one_device(how):
+    options = {"cluster": "3xcpu", "planner": "random:4", "codegen": "eager", "profile": "model"}
+    torch._dynamo.reset()
+    call = torch.compile(Unsayable(how), backend="tessera", options=options)
+    with torch.no_grad(), pytest.warns(TesseraWarning, match="runs on one device"):
+        call(*arguments())
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(tuple(call(*arguments())), Unsayable(how)(*arguments()))
+    (graph,) = report(call).graphs
+    assert set(graph.plan.placement.values()) == {"cpu#0"}
+    assert any("runs on one device" in reason for reason in graph.fallbacks)
+    torch._dynamo.reset()
+    strict = torch.compile(Unsayable(how), backend="tessera", options={**options, "strict": True})
+    with torch.no_grad(), pytest.raises(FallbackError, match="runs on one device"):
+        strict(*arguments())
