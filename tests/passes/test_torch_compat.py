@@ -272,3 +272,17 @@ def test_cause_of_finds_what_a_backend_raised():
 def test_workspaces_of_cublas_can_be_forgotten():
     torch_compat.clear_cublas_workspaces()
     assert hasattr(torch._C, "_cuda_clearCublasWorkspaces") or torch.version.cuda is None
+
+
+def test_operators_that_are_called_on_copies_and_kernels_of_users():
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+    graph = torch.fx.Graph()
+    copied = graph.call_function(auto_functionalized_v2, (torch.ops.aten.add_.Tensor,))
+    plain = graph.call_function(torch.ops.aten.add.Tensor, (1, 2))
+    assert torch_compat.functionalized_operator(copied) is torch.ops.aten.add_.Tensor
+    assert torch_compat.functionalized_operator(plain) is None
+    assert torch_compat.is_triton_kernel(triton_kernel_wrapper_functional)
+    assert not torch_compat.is_triton_kernel(auto_functionalized_v2)
+    assert not torch_compat.is_triton_kernel(plain.target)
