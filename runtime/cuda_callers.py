@@ -37,9 +37,9 @@ class Sender:
         """In the serving thread: its own streams are current, behind what the sender had enqueued. What the block enqueues there
         is done when it ends."""
         with contextlib.ExitStack() as stack:
-            mine = {}
+            mine, done = {}, {}
             for index in sorted(self.streams, key=lambda i: i == self.device):  # The last one stays the current device.
-                mine[index] = _own_stream(index)
+                mine[index], done[index] = _own(index)
                 stack.enter_context(torch.cuda.stream(mine[index]))
                 mine[index].wait_event(self.events[index])
             for tensor in tensors:
@@ -48,10 +48,9 @@ class Sender:
             try:
                 yield
             finally:
-                for stream in mine.values():
-                    done = torch.cuda.Event(blocking=True)  # Waited for asleep.
-                    done.record(stream)
-                    done.synchronize()
+                for index, stream in mine.items():
+                    done[index].record(stream)
+                    done[index].synchronize()
 
     def receives(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tells the allocator that the sender's streams will use the results."""
@@ -61,10 +60,11 @@ class Sender:
                 tensor.record_stream(self.streams[index] if index in self.streams else torch.cuda.current_stream(index))
 
 
-def _own_stream(index: int) -> torch.cuda.Stream:
-    streams: dict[int, torch.cuda.Stream] = _here.__dict__.setdefault("streams", {})
+def _own(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+    """The thread's stream on a GPU, and an event that is waited for asleep."""
+    streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = _here.__dict__.setdefault("streams", {})
     if index not in streams:
         # torch hands the streams of a priority out in turn, and captures are made on some of the default one: what is enqueued
         # here must not get into them.
-        streams[index] = torch.cuda.Stream(index, priority=-1)
+        streams[index] = torch.cuda.Stream(index, priority=-1), torch.cuda.Event(blocking=True)
     return streams[index]

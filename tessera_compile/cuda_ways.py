@@ -57,9 +57,15 @@ class CudaWays(Ways):
         return self._issuers[id(way.executor)]
 
     def reasons(self) -> dict[str, str]:
-        """Why segments and periods run uncaptured, by name."""
+        """Why segments and periods run uncaptured, by name; what differs between plans has a plan's number behind it."""
         with self._lock:
-            return {what: why for issuer in self._issuers.values() for what, why in issuer.executor.reasons.items()}
+            found = [dict(issuer.executor.reasons) for issuer in self._issuers.values()]
+        reasons: dict[str, str] = {}
+        for number, own in enumerate(found):
+            for what, why in own.items():
+                if reasons.setdefault(what, why) != why:
+                    reasons[f"{what}, plan {number}"] = why
+        return reasons
 
     def _way(self, name: str, plan: Plan) -> Way:
         way = super()._way(name, plan)

@@ -2,7 +2,7 @@
 
 A Llama of 1B-class shapes (four layers, bf16, random weights). Sections:
 
-- ``emulated``: a modelled A100 and L40S, paced on the slices: throughput over the plan's prediction with 1 to 16 requests
+- ``emulated``: a modelled A100 and L40S, paced on the slices: throughput over the plan's prediction with 1, 2, 4 and 8 requests
   in flight, issued dynamically and as periods. What is real here is order, waiting and overlap; times are modelled.
 - ``real``: requests a second of the engine on the slices in both modes, over plain calls of the same program one at a time, and
   over one lane that is the whole GPU, all captured; how far results are from that lane's; p99 over p50 of the time in flight.
@@ -42,7 +42,7 @@ def steady_us(engine: Engine, inputs: dict[str, Any], count: int, warm: int) -> 
     return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6
 
 
-def emulated(length: int = 512, pace: float = 48.0) -> dict[str, Any]:
+def emulated(length: int = 512, pace: float = 240.0) -> dict[str, Any]:
     model, ids = llama(), torch.randint(0, 32000, (1, length), device="cuda")
     inputs = {"input_ids": ids, "use_cache": False}
     torch._dynamo.reset()
@@ -53,12 +53,12 @@ def emulated(length: int = 512, pace: float = 48.0) -> dict[str, Any]:
     compiled = torch.compile(model, backend="tessera", options=options)
     rows: dict[str, Any] = {"length": length, "pace": pace}
     for scheduling in MODES:
-        for inflight in (1, 2, 4, 8, 16) if scheduling == "dynamic" else (1, 2, 4, 8):
+        for inflight in (1, 2, 4, 8):
             with engine_of(compiled, inflight, scheduling) as engine:
                 engine.submit(**inputs).result()
                 ways = next(iter(engine._ways.values()))
                 ways._shares = []  # One plan, whose prediction is known.
-                us = steady_us(engine, inputs, 16, 4 * inflight) / pace
+                us = steady_us(engine, inputs, 8, 3 * inflight) / pace
                 stats, way = engine.stats(), ways.throughput
                 assert way is not None
                 assert stats.emulation is not None
