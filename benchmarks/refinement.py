@@ -132,7 +132,11 @@ def measure(name: str, case: Case, device: str) -> dict[str, Any]:
         mine = [g.clone() for g in given]
         with torch.no_grad():
             got, want = call(*mine), case.function(*given)
-        pairs = zip([*(got if isinstance(got, tuple) else [got]), *mine], [*(want if isinstance(want, tuple) else [want]), *given], strict=True)
+        pairs = zip(
+            [*(got if isinstance(got, tuple) else [got]), *mine],
+            [*(want if isinstance(want, tuple) else [want]), *given],
+            strict=True,
+        )
         worst = max([worst, *(float((a.double() - b.double()).abs().max()) for a, b in pairs)])
     row = {
         "schema": found["off"], "refined": found["always"], "expected": [case.schema, case.truth],

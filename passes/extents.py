@@ -65,13 +65,13 @@ def _changed(node: Any, place: torch.Tensor, state: fx.Node) -> list[torch.Tenso
         return [place]
     val = node.meta.get("val")
     if node is state or (node.op == "call_function" and is_free(node)):
-        (source, *others) = sources_through(node) or [None]
-        if others or not isinstance(source, fx.Node) or not _shows(node, source, place, state):
+        found = sources_through(node)
+        if len(found) != 1 or not _shows(node, found[0], place, state):
             return [place]
         # A view of a newer version shows no more changes than that version has.
-        return [] if source is state else _changed(source, state.meta["val"], state)
+        return [] if found[0] is state else _changed(found[0], state.meta["val"], state)
     if packet(node) in _VIEW_OF and isinstance(val, torch.Tensor) and val.shape == place.shape:
-        inside, source, *where = node.args
+        inside, source, *where = list[Any](node.args)
         view = _VIEW_OF[packet(node)](place, *where, **node.kwargs)
         return [*_changed(inside, place, state), *_changed(source, view, state)]
     return [place]

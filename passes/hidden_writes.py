@@ -133,7 +133,7 @@ def _read_instead(graph: fx.Graph, base: fx.Node, written: fx.Node, later: Seque
             return node
         args = fx.map_arg(node.args, renewed)
         kwargs = fx.map_arg(node.kwargs, renewed)
-        view = insert(node.target, args, node.meta["val"])
+        view: fx.Node = insert(node.target, args, node.meta["val"])
         view.kwargs = kwargs
         again[node] = view
         return view

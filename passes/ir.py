@@ -633,7 +633,7 @@ def _instruction(line: str, number: int) -> Instruction:
         if len(fields) == 3 and fields[1] == arrow and re.fullmatch("[0-9]+", fields[2]):
             if make in (Send, Recv) and re.fullmatch(rf"[^\[\]]+(\[{_BOX}(,{_BOX})*\])?", fields[0]):
                 value, boxes = _part(fields[0])
-                return make(value, int(fields[2]), boxes)  # type: ignore[call-arg]
+                return make(value, int(fields[2]), boxes)
             if make not in (Send, Recv):
                 return make(fields[0], int(fields[2]))
     if word in _LISTS and (fields or word == "out"):

@@ -55,8 +55,8 @@ def parts(ddg: nx.DiGraph, value: str) -> tuple[Part, ...]:
                 apart.append(group)
         groups = [*apart, (bytes_, mine, names)]
     found = []
-    for bytes_, boxes, names in groups:
-        distinct = _apart(boxes, bytes_)
+    for bytes_, theirs, names in groups:
+        distinct = _apart(theirs, bytes_)
         if distinct is None:
             return whole
         found.append(Part(distinct, bytes_.nbytes, tuple(names)))

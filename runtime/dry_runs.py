@@ -49,7 +49,7 @@ class DryRun:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> DryRun:
         """From what ``dataclasses.asdict`` made of one, also by way of JSON."""
-        made = {n: tuple(map(_frozen, v)) if isinstance(v, (list, tuple)) else v for n, v in fields.items()}
+        made: dict[str, Any] = {n: tuple(map(_frozen, v)) if isinstance(v, (list, tuple)) else v for n, v in fields.items()}
         return cls(**made)
 
 

@@ -213,9 +213,9 @@ class CompiledGraph:
             )
         values = Values(kernels, real)
         footprints: dict[str, Footprint] = {}
-        found: DryRun | None = None
+        seen: DryRun | None = None
         if self._dry_runs and (asked := worth_running(kernels, options.refine)):
-            footprints, found = self._dry_run(asked, values)
+            footprints, seen = self._dry_run(asked, values)
         while True:
             ddg = self.ddg
             with self._step("partition"):
@@ -232,10 +232,10 @@ class CompiledGraph:
                 else:
                     executor = self._executor(program, times)
             failed = self._unproven(program, executor, values) if footprints else []
-            if found is None or not failed:
+            if seen is None or not failed:
                 break
             # Of these values all is sent.
-            found = replace(found, unproven=(*found.unproven, *((segment, value) for segment, value, _ in failed)))
+            seen = replace(seen, unproven=(*seen.unproven, *((segment, value) for segment, value, _ in failed)))
             for _, value, readers in failed:
                 for reader in set(readers) & set(footprints):
                     kept = tuple(b for b in footprints[reader].buffers if b.name != value)
@@ -243,7 +243,7 @@ class CompiledGraph:
             self._refine(footprints)
         fallbacks = (*codegen.fallbacks.values(), *([self.alone] if self.alone else []))
         self.report = GraphReport(
-            self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks, dry_run=found
+            self.number, kernels, ddg, self.cluster, times, plan, program, self._seconds, fallbacks, dry_run=seen
         )
         self.executor = executor
 
