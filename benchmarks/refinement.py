@@ -1,7 +1,7 @@
-"""Edges and bytes before and after refining, against the truth worked out by hand: ``python -m benchmarks.refinement [--json FILE]``.
+"""Edges and bytes before and after refining, against the truth by hand: ``python -m benchmarks.refinement [--json FILE]``.
 
-On a machine with a GPU the models run there, on two slices of it, with footprints of every kernel (``refine="always"``); elsewhere on
-two CPU lanes with what the graph's views say. Each is also run on random placements and compared with eager.
+On a machine with a GPU the models run there, on two slices of it, with footprints of every kernel (``refine="always"``);
+elsewhere on two CPU lanes with what the graph's views say. Each is also run on random placements and compared with eager.
 
 The truth is a statement about the model, not about a compiler: which kernels pass bytes to which, and how many.
 """
@@ -26,7 +26,7 @@ N, WIDE = 64, 32
 
 @dataclass(frozen=True)
 class Case:
-    """``bytes_of`` of a function's first matrix product or cache: what crosses if each reader is elsewhere; by schema and truly."""
+    """``schema``, ``truth``: bytes of the first matrix product, or of the cache, that cross if each reader is elsewhere."""
 
     function: Callable[..., Any]
     arguments: Callable[[str], list[torch.Tensor]]
@@ -143,10 +143,10 @@ def measure(name: str, case: Case, device: str) -> dict[str, Any]:
         "right": (found["off"], found["always"]) == (case.schema, case.truth), "edges": [found["edges_before"], found["edges"]],
         "evidence": found["evidence"], "largest_difference": worst, "seconds": found["seconds"],
     }  # fmt: skip
+    verdict = "equal" if row["right"] else "WRONG"
     print(
-        f"{name:16} {row['schema']:>8} -> {row['refined']:>8} B (by hand {case.schema} -> {case.truth}: "
-        f"{'equal' if row['right'] else 'WRONG'}); edges {found['edges_before']} -> {found['edges']}; {', '.join(found['evidence'])}; "
-        f"against eager {worst:.2g}"
+        f"{name:16} {row['schema']:>8} -> {row['refined']:>8} B (by hand {case.schema} -> {case.truth}: {verdict}); "
+        f"edges {found['edges_before']} -> {found['edges']}; {', '.join(found['evidence'])}; against eager {worst:.2g}"
     )
     return row
 

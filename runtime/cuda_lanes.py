@@ -378,7 +378,11 @@ class CudaLaneExecutor:
         else:
             # A new version of state that lives here: in place, behind everything that reads the old one.
             self._settle(lane, storage, issue)
-            done = link.update(env[storage], payload, [posted.ready, streams.compute.record_event()])
+            after, there = [posted.ready, streams.compute.record_event()], env[storage]
+            if instruction.boxes:
+                done = link.update_parts(there, payload, instruction.boxes, after)
+            else:
+                done = link.update(there, payload, after)
             env[instruction.value] = env[storage]
         self._behind(lane, done, issue)
         source = self.graph.values[instruction.value].storage

@@ -96,9 +96,7 @@ class GraphReport:
             lines.append(refinement.summary)
             lines += [f"- {a} -> {b}: {d.to_text()}" for a, b, d in refinement.removed[:_SHOWN]]
             lines += [f"+ {a} -> {b}: {d.to_text()}" for a, b, d in refinement.added[:_SHOWN]]
-            edges = [
-                (a, b, d) for a, b, deps in self.ddg.edges(data="deps") for d in deps if d.boxes or d.evidence == "probe"
-            ]
+            edges = [(a, b, d) for a, b, deps in self.ddg.edges(data="deps") for d in deps if d.boxes or d.evidence == "probe"]
             lines += [f"{a} -> {b}: {d.to_text()}" for a, b, d in edges[:_SHOWN]]
             if len(edges) > _SHOWN:
                 lines.append(f"… and {len(edges) - _SHOWN} more; dependences() has all")
