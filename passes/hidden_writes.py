@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import torch_compat
 from .errors import LoweringError
 from .operators import is_free, is_scalar
 
@@ -73,6 +74,7 @@ def _declare(gm: fx.GraphModule, node: fx.Node, arguments: tuple[str, ...]) -> N
     missing = [a for a in arguments if a not in given]
     if missing:
         raise LoweringError(f"{node.name!r} ({target}) has no tensor argument {missing[0]!r}")
+    _check(node, given)
     later = order[order.index(node) + 1 :]
     count = len(target._schema.returns)
     with graph.inserting_after(node):
@@ -101,14 +103,27 @@ def _declare(gm: fx.GraphModule, node: fx.Node, arguments: tuple[str, ...]) -> N
             where = (list(val.shape), list(val.stride()), int(val.storage_offset()) - int(base.meta["val"].storage_offset()))
             written = insert(torch.ops.aten.as_strided_scatter.default, (base, written, *where), base.meta["val"])
         _read_instead(graph, base, written, later, insert)
-        output = order[-1]
-        if base.op == "placeholder" and not any(
-            n.target is torch.ops.aten.copy_.default and n.args[0] is base for n in order if n is not node
-        ):
-            with graph.inserting_before(output):
+        final = [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default and n.args[0] is base]
+        if base.op == "placeholder" and not final:
+            with graph.inserting_before(order[-1]):
                 copy = graph.call_function(torch.ops.aten.copy_.default, (base, written))
             copy.meta = {"val": base.meta["val"]}
     graph.erase_node(node)
+
+
+def _check(node: fx.Node, given: Mapping[str, fx.Node]) -> None:
+    """Raises where copies of the arguments would not stand for the arguments."""
+    bases = [_base(a) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    for name, value in given.items():
+        base, val = _base(value), value.meta["val"]
+        if bases.count(base) > 1 or sum(a is value for a in [*node.args, *node.kwargs.values()]) > 1:
+            raise LoweringError(f"{node.name!r} writes its argument {name!r} and has another in the same storage")
+        if torch_compat.free_symbols([val, base.meta["val"]]):
+            raise LoweringError(f"{node.name!r} writes its argument {name!r}, whose shape changes from call to call")
+        if any(s == 0 and n > 1 for n, s in zip(val.shape, val.stride(), strict=True)):
+            raise LoweringError(f"{node.name!r} writes its argument {name!r}, whose elements share memory")
+        if base is not value and int(base.meta["val"].storage_offset()):
+            raise LoweringError(f"{node.name!r} writes a view of {base.name}, which begins in the middle of its storage")
 
 
 def _base(node: fx.Node) -> fx.Node:

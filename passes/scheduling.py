@@ -81,9 +81,11 @@ def schedule(
 
 
 def _with_order_of_memory(ddg: nx.DiGraph, graph: KernelGraph) -> nx.DiGraph:
-    """With the edges from who reads an overwritten input to who overwrites it, also where their bytes are apart: a lane holds one
-    version of it at a time."""
-    missing = [
+    """With two kinds of edges that bytes may not ask for: from who reads an overwritten input to who overwrites it, since a lane
+    holds one version of it at a time; and from who makes a value to who takes it, since it must have room for what it takes."""
+    makers = {(graph.producer(v), kernel.name) for kernel in graph.kernels for v in kernel.inputs}
+    missing = [(maker, taker) for maker, taker in makers if maker not in (None, taker) and not ddg.has_edge(maker, taker)]
+    missing += [
         (reader, kernel.name)
         for kernel in graph.kernels
         for value in kernel.writes

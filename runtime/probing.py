@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ..passes import torch_compat
 from ..passes.errors import TesseraWarning
 from ..passes.ir import KernelGraph
-from ..passes.operators import is_effect, sources
+from ..passes.operators import is_effect, sources, sources_through
 from .philox import inductor_randint, inductor_random, inductor_seeds
 from .replicas import own_copy
 from .weights import present
@@ -37,10 +38,33 @@ class Undeclared:
     sayable: dict[str, tuple[str, ...]]
     others: dict[str, tuple[str, ...]]
 
+    def inputs(self, graph: KernelGraph) -> frozenset[str]:
+        """The inputs of the graph that are written, also through views."""
+        nodes = {n.name: n for n in graph.module.graph.nodes}
+        found: set[str] = set()
+        for name, arguments in [*self.sayable.items(), *self.others.items()]:
+            operator, node = _operator(nodes[name]), nodes[name]
+            for position, argument in enumerate(operator._schema.arguments if operator is not None else ()):
+                value = (
+                    node.args[position]
+                    if position < len(node.args) and operator is node.target
+                    else node.kwargs.get(argument.name)
+                )
+                if argument.name in arguments and isinstance(value, fx.Node):
+                    found.update(s.name for s in sources_through(value) if s.op == "placeholder")
+        return frozenset(found)
+
 
 def custom_operators(graph: KernelGraph) -> tuple[str, ...]:
     """The nodes that call operators of others than torch."""
-    return tuple(n.name for n in graph.module.graph.nodes if _operator(n) is not None)
+    module = graph.module
+    return tuple(n.name for n in module.graph.nodes if _operator(n) is not None or _inside(n, module))
+
+
+def taken_by_custom(graph: KernelGraph) -> frozenset[str]:
+    """The inputs of the graph that custom operators are given, also through views."""
+    names = set(custom_operators(graph))
+    return frozenset(s.name for n in graph.module.graph.nodes if n.name in names for s in sources(n) if s.op == "placeholder")
 
 
 def _operator(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -48,6 +72,19 @@ def _operator(node: fx.Node) -> torch._ops.OpOverload | None:
         return None
     target = torch_compat.functionalized_operator(node) or node.target
     return target if isinstance(target, torch._ops.OpOverload) and target.namespace not in _TRUSTED else None
+
+
+def _inside(node: fx.Node, module: torch.nn.Module) -> bool:
+    """Whether a branch or body of a higher-order operator calls operators of others than torch."""
+    if node.op != "call_function" or not torch_compat.is_higher_order(node.target):
+        return False
+    bodies = [getattr(module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"]
+    return any(
+        _operator(n) is not None or _inside(n, body)
+        for body in bodies
+        if isinstance(body, fx.GraphModule)
+        for n in body.graph.nodes
+    )
 
 
 def undeclared_writes(graph: KernelGraph, inputs: Mapping[str, Any]) -> Undeclared:
@@ -108,7 +145,8 @@ class _Probe(fx.Interpreter):
     def _probed(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         operator = _operator(n)
-        assert operator is not None
+        if operator is None:
+            return self._body(n, args, kwargs)
         plain = operator is n.target
         given: dict[str, list[torch.Tensor]] = {}
         for position, argument in enumerate(operator._schema.arguments):
@@ -117,20 +155,63 @@ class _Probe(fx.Interpreter):
             tensors = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
             if tensors and not declared:
                 given[argument.name] = tensors
-        before = {name: [_bytes(v).clone() for v in tensors] for name, tensors in given.items()}
-        result = self.call_function(n.target, args, kwargs)
-        changed = [
-            name
-            for name, tensors in given.items()
-            if not all(torch.equal(_bytes(v), old) for v, old in zip(tensors, before[name], strict=True))
-        ]
+        blank = [v for tensors in given.values() for v in tensors if v.is_floating_point() and not v.any()]
+        result, changed = self._called(n.target, args, kwargs, given)
+        if blank:
+            # Zeros hide a write that scales: once more, on copies in which they are something else.
+            changed += [c for c in self._on_others(n.target, args, kwargs, given, blank) if c not in changed]
         lists = {a.name for a in operator._schema.arguments if not isinstance(a.type, torch.TensorType)}
+        results = {torch_compat.storage_key(r) for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor)}
+        # A result in an argument's storage: a write to either is one to both, which copies cannot show.
+        shared = [name for name, tensors in given.items() if any(torch_compat.storage_key(v) in results for v in tensors)]
+        sayable = plain and not shared
         for found, names in (
-            (self.found, [c for c in changed if plain and c not in lists]),
-            (self.others, [c for c in changed if not plain or c in lists]),
+            (self.found, [c for c in changed if sayable and c not in lists]),
+            (self.others, [*dict.fromkeys([c for c in changed if not sayable or c in lists] + shared)]),
         ):
             if names:
                 found[n.name], self.targets[n.name] = tuple(names), operator
+        return result
+
+    def _called(
+        self, target: Any, args: Any, kwargs: Any, given: Mapping[str, list[torch.Tensor]]
+    ) -> tuple[Any, list[str]]:  # fmt: skip
+        """The result of a call, and the names of what it changed."""
+        before = {name: [_bytes(v).clone() for v in tensors] for name, tensors in given.items()}
+        result = self.call_function(target, args, kwargs)
+        same = {
+            name: all(torch.equal(_bytes(v), old) for v, old in zip(tensors, before[name], strict=True))
+            for name, tensors in given.items()
+        }
+        return result, [name for name, kept in same.items() if not kept]
+
+    def _on_others(
+        self, target: Any, args: Any, kwargs: Any, given: Mapping[str, list[torch.Tensor]], blank: list[torch.Tensor]
+    ) -> list[str]:  # fmt: skip
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = own_copy(value)
+                if any(value is v for v in blank):
+                    copies[id(value)].fill_(0.75)
+            return copies[id(value)]
+
+        others, more = pytree.tree_map(copied, (args, kwargs))
+        try:
+            return self._called(target, others, more, {n: [copied(v) for v in vs] for n, vs in given.items()})[1]
+        except Exception:
+            return []  # It takes no other values; what the real ones showed stands.
+
+    def _body(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """A higher-order operator whose body calls custom ones: any tensor that it is given may be theirs to change."""
+        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        given = {f"tensor {i}": [v] for i, v in enumerate(tensors)}
+        result, changed = self._called(n.target, args, kwargs, given)
+        if changed:
+            self.others[n.name], self.targets[n.name] = tuple(changed), n.target
         return result
 
 

@@ -268,6 +268,7 @@ def _compile(
 ) -> Callable[..., Any]:
     def inference(aten: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from .pipeline import CompiledGraph, unmatched_pins
+        from .runtime.probing import taken_by_custom
 
         static = torch_compat.static_input_indices()
         if loaded is not None:
@@ -283,12 +284,15 @@ def _compile(
                 TesseraWarning,
                 stacklevel=2,
             )
-        overwritten = [i for i, name in enumerate(compiled.kernels.inputs) if name in compiled.kernels.mutated]
+        inputs_of = compiled.kernels.inputs
+        # What custom operators are given is copied too: a schema may not say that they write it.
+        touched = taken_by_custom(compiled.kernels) if untouched else frozenset()
+        overwritten = [i for i, name in enumerate(inputs_of) if name in compiled.kernels.mutated or name in touched]
 
         def call(args: list[Any]) -> list[Any]:
             if untouched:
                 for i in overwritten:
-                    args[i] = args[i].clone()
+                    args[i] = args[i].clone() if isinstance(args[i], torch.Tensor) else args[i]
             return compiled(args)
 
         call._boxed_call = True  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ from .runtime.pacing import Pace
 from .runtime.probing import Undeclared, custom_operators, undeclared_writes
 from .runtime.profile_cache import ProfileCache
 from .runtime.profiler import needs_real_call, profile
+from .runtime.weights import weight_of
 
 log = logging.getLogger(__name__)
 
@@ -85,15 +86,15 @@ class CompiledGraph:
             self.cluster = self._with_links()  # the user has not said what the links are
         runs = options.codegen != "null" and not options.dryrun
         waits = measured and needs_real_call(self.kernels)
-        refines = runs and len(self.cluster.devices) > 1 and options.refine != "off"
+        refines = options.codegen != "null" and len(self.cluster.devices) > 1 and options.refine != "off"
         # Custom operators are run once before anything is planned, to see whether they write what they do not declare.
         self._probes = refines and bool(custom_operators(self.kernels))
-        self._dry_runs = refines and self._cuda
+        self._dry_runs = refines and self._cuda and (runs or options.refine == "always")
         self.alone = ""  # Why all of it runs on one device.
         self._guards: Guards | None = None
         self._guarded = True  # Whether footprints count that hold while weights stay as they are.
         first = self._probes or (self._dry_runs and bool(worth_running(self.kernels, options.refine)))
-        if not (runs and (waits or first)):
+        if not ((runs and waits) or first):
             self.build(None)
 
     def _lower(self, aten: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -106,23 +107,17 @@ class CompiledGraph:
         if self.options.refine != "off":
             with self._step("refine"):
                 self.ddg = refine(self.ddg, {}, extents(self.kernels))
+        #: By schemas and views: for programs whose segments have not been checked against footprints of single kernels.
+        self.ddg_by_views = self.ddg
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Runs the graph once; ``args`` are its inputs in order, in a list that is emptied."""
-        fresh = False
-        if self.executor is None:
-            with self._lock:
-                if self.executor is None:
-                    self.build(args)
-                    fresh = True
-        if self._guards is not None and (changed := self._guards.changed(args)) is not None:
-            self._unguard(changed, args)
+        executor, fresh = self._ready(args)
         for observe in tuple(OBSERVERS):
             observe(self, args)
         if self.prepare is not None:
             self.prepare(self, args)
-        executor = self.executor
-        assert executor is not None
+            executor = self.executor or executor
         try:
             request = serving()
             results: list[Any] = executor(args) if request is None else request.run(self, args)
@@ -132,14 +127,24 @@ class CompiledGraph:
                 self.executor = self.report = None
             raise
 
-    def _unguard(self, changed: str, args: list[Any]) -> None:
-        """Plans without what held only while ``changed`` stayed as it was."""
+    def _ready(self, args: list[Any]) -> tuple[Any, bool]:
+        """The executor for a call with these inputs, and whether it was made for it."""
+        if self._guards is not None:
+            with self._lock:
+                if self._guards is not None and (changed := self._guards.changed(args)) is not None:
+                    log.info("graph %d: %s has changed; planned again without what relied on it", self.number, changed)
+                    # In this order: who sees no guards sees no executor that needs them.
+                    self.executor = self.report = None
+                    self._guarded, self._guards = False, None
+        executor = self.executor
+        if executor is not None:
+            return executor, False
         with self._lock:
-            if self._guards is None:
-                return
-            log.info("graph %d: %s has changed; planned again without what relied on it", self.number, changed)
-            self._guarded, self._guards = False, None
-            self.build(args)
+            fresh = self.executor is None
+            if fresh:
+                self.build(args)
+            assert self.executor is not None
+            return self.executor, fresh
 
     def current_report(self) -> GraphReport | None:
         """The report, with what emulated requests have shown so far; None until the graph is planned."""
@@ -160,7 +165,7 @@ class CompiledGraph:
             return
         options = self.options
         plan = partition(
-            self.ddg,
+            self.ddg_by_views,
             report.profile,
             self.cluster,
             objective="throughput",
@@ -169,13 +174,14 @@ class CompiledGraph:
             placement=placement,
             planner=planner,
         )
-        program = schedule(self.ddg, plan)
-        verify(program, self.ddg, plan)
+        program = schedule(self.ddg_by_views, plan)
+        verify(program, self.ddg_by_views, plan)
         executor = self.executor
         if not options.dryrun:
             executor = self._executor(program, report.profile)
         with self._lock:
-            self.report, self.executor = replace(report, plan=plan, program=program), executor
+            self.report = replace(report, ddg=self.ddg_by_views, plan=plan, program=program)
+            self.executor, self._guards = executor, None
 
     def build(self, real: Sequence[Any] | None) -> None:
         """The pipeline from the dependence graph on.
@@ -186,7 +192,7 @@ class CompiledGraph:
         if self._probes and real is not None:
             with self._step("probe"):
                 found = undeclared_writes(self.kernels, dict(zip(self.kernels.inputs, real, strict=True)))
-            self._declare(found)
+            self._declare(found, real)
         options, kernels = self.options, self.kernels
         lanes = len(self.cluster.devices)
         threads = lane_threads(lanes)
@@ -231,7 +237,7 @@ class CompiledGraph:
                     executor: Any = CpuLaneExecutor(kernels, schedule(ddg, at_home), Codegen("eager"), threads=threads)
                 else:
                     executor = self._executor(program, times)
-            failed = self._unproven(program, executor, values) if footprints else []
+            failed = self._unproven(program, executor, values) if footprints and not options.dryrun else []
             if seen is None or not failed:
                 break
             # Of these values all is sent.
@@ -247,9 +253,17 @@ class CompiledGraph:
         )
         self.executor = executor
 
-    def _declare(self, found: Undeclared) -> None:
+    def _declare(self, found: Undeclared, real: Sequence[Any]) -> None:
         """Makes undeclared writes part of the graph; where that cannot be said, one device runs all of it, in its order."""
         reason = "; ".join(f"{node} writes {', '.join(names)}" for node, names in found.others.items())
+        written = found.inputs(self.kernels)
+        for name, value in zip(self.kernels.inputs, real, strict=True):
+            weight = weight_of(value)
+            if name in written and weight is not None:
+                raise FallbackError(
+                    f"a custom operator writes {', '.join(weight.names)}, a weight of a loaded model, and does not "
+                    "declare it; declare it (mutates_args), so that it is known where the weight must be"
+                )
         if not reason and found.sayable:
             try:
                 self._lower(declare(self.kernels.module, found.sayable), ())

@@ -150,8 +150,8 @@ class PlanTogether:
         parts, seen = [], dict[int, int]()
         for graph, phase, count, storages in calls:
             assert graph.report is not None
-            ddg = graph.ddg.copy()
-            ddg.graph.update(graph.ddg.graph)
+            ddg = graph.ddg_by_views.copy()
+            ddg.graph.update(graph.ddg_by_views.graph)
             ddg.graph.update(name=f"{phase}.{graph.number}", profile=graph.report.profile, storages=storages)
             parts.append((ddg, self.uses.get(phase, in_phase[phase]) * count / in_phase[phase]))
             for value, key in storages.items():

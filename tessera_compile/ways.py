@@ -140,7 +140,7 @@ class Ways:
             plan = report.plan  # Planned for this, or placed by hand: then there is one plan.
         else:
             plan = make_plan(
-                graph.ddg, graph.kernels, report.profile, graph.cluster, graph.options.with_changes(policy=objective)
+                graph.ddg_by_views, graph.kernels, report.profile, graph.cluster, graph.options.with_changes(policy=objective)
             )
         return self._way(objective, plan)
 
@@ -155,7 +155,7 @@ class Ways:
         if report.plan.planner != "milp" or graph.options.pins or not graph.kernels.kernels:
             return
         mix = mix_of_graphs(
-            [(graph.ddg, report.profile, 1.0)], graph.cluster, overlap=report.plan.overlap, inflight=self._inflight
+            [(graph.ddg_by_views, report.profile, 1.0)], graph.cluster, overlap=report.plan.overlap, inflight=self._inflight
         )
         try:
             found = best_mixture(mix, time_limit=min(2.0, graph.options.time_limit))
@@ -181,7 +181,7 @@ class Ways:
             return found.plan
         graph, report = self._graph, self._report
         return partition(
-            graph.ddg,
+            graph.ddg_by_views,
             report.profile,
             graph.cluster,
             inflight=self._inflight,
@@ -196,8 +196,8 @@ class Ways:
         if key in self._made:
             return self._made[key]
         longest_us = math.inf if graph.joint is None else graph.joint.longest_us
-        program = schedule(graph.ddg, plan, profile=self._report.profile, longest_us=longest_us)
-        verify(program, graph.ddg, plan)
+        program = schedule(graph.ddg_by_views, plan, profile=self._report.profile, longest_us=longest_us)
+        verify(program, graph.ddg_by_views, plan)
         threads = lane_threads(len(graph.cluster.devices))
         executor = CpuLaneExecutor(graph.kernels, program, graph.codegen, threads=threads)
         route, made, alone_us = self._route(program)

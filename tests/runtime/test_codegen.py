@@ -420,6 +420,6 @@ def test_strict_refuses_what_inductor_cannot_compile(odd_does_not_compile):
         Codegen("inductor", strict=True).compile(graph, [k.name for k in graph.kernels], [o for o in graph.outputs if o])
     assert caught.value.__cause__ is not None
     compiled = torch.compile(with_odd, backend="tessera", options={"codegen": "inductor", "profile": "model", "strict": True})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="FallbackError") as outer, torch.no_grad():
+    # A graph with a custom operator is built at its first call, when the operator has been seen to run.
+    with pytest.raises(FallbackError, match="odd has no lowering here"), torch.no_grad():
         compiled(*args)
-    assert isinstance(outer.value.inner_exception, FallbackError)

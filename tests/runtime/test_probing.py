@@ -263,3 +263,131 @@ def test_what_cannot_be_said_runs_on_one_device(how):
     strict = torch.compile(Unsayable(how), backend="tessera", options={**options, "strict": True})
     with torch.no_grad(), pytest.raises(FallbackError, match="runs on one device"):
         strict(*arguments())
+
+
+@torch.library.custom_op("tessera_test::pair", mutates_args=())
+def pair(x: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    k.add_(1)
+    v.mul_(2)
+    return x + 1
+
+
+@pair.register_fake
+def _(x, k, v):
+    return torch.empty_like(x)
+
+
+raw = torch.library.Library("tessera_test_raw", "DEF")
+raw.define("inplace(Tensor x) -> Tensor")
+raw.impl("inplace", lambda x: x.mul_(2), "CompositeExplicitAutograd")
+torch.library.register_fake("tessera_test_raw::inplace", torch.empty_like, lib=raw)
+
+
+def halves(x, w):
+    y = x @ w
+    a = lie.pair(x, y[:2], y[2:])
+    return a @ w, y @ w
+
+
+def same_twice(x, w):
+    y = x @ w
+    a = lie.scaled(y, y, 3.0)
+    return a @ w, y @ w
+
+
+def halves_of_an_input(x, w):
+    a = lie.pair(x, w[:2], w[2:])
+    return a @ w, x @ w
+
+
+def result_in_an_argument(x, w):
+    y = x @ w
+    a = torch.ops.tessera_test_raw.inplace(y)
+    b = torch.ops.tessera_test_raw.inplace(a)
+    return b @ w, y @ w, a @ x
+
+
+def in_a_branch(x, w):
+    y = x @ w
+
+    def yes(x, y):
+        return lie.scaled(x, y, 3.0) * 1
+
+    def no(x, y):
+        return x + y
+
+    a = torch.cond(x.shape[0] > 2 and x.sum() > -1e9, yes, no, (x, y))
+    return a @ w, y @ w
+
+
+HARD = [halves, same_twice, halves_of_an_input, result_in_an_argument, in_a_branch]
+
+
+@pytest.mark.parametrize("function", HARD, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_copies_cannot_show_is_right_too(function, seed):
+    torch._dynamo.reset()
+    options = {"cluster": "2xcpu", "planner": f"random:{seed}", "codegen": "eager", "profile": "model"}
+    call = torch.compile(function, backend="tessera", options=options)
+    mine, given = arguments(), arguments()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            got, want = call(*mine), function(*given)
+            torch.testing.assert_close(tuple(got), tuple(want))
+            assert all(torch.equal(a, b) for a, b in zip(mine, given, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_an_input_that_begins_in_the_middle_of_its_storage(seed):
+    def g(x, w):
+        a = lie.scaled(x, w[1:], 3.0)
+        return a @ w, w.sum(0)
+
+    torch._dynamo.reset()
+    options = {"cluster": "2xcpu", "planner": f"random:{seed}", "codegen": "eager", "profile": "model"}
+    call = torch.compile(g, backend="tessera", options=options)
+    big, other = torch.randn(6, 4), torch.empty(6, 4)
+    other.copy_(big)
+    x = torch.randn(4, 4)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(tuple(call(x, big[2:])), g(x, other[2:]))
+    assert torch.equal(big, other)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_dynamic_shapes(seed):
+    def f(x, w):
+        y = x @ w
+        a = lie.scaled(w, y[-2:], 3.0)
+        return a, y @ w
+
+    torch._dynamo.reset()
+    options = {"cluster": "2xcpu", "planner": f"random:{seed}", "codegen": "eager", "profile": "model"}
+    call = torch.compile(f, backend="tessera", options=options)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in (5, 6, 9, 4):
+            x, w = torch.randn(rows, 4), torch.randn(4, 4)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(tuple(call(x, w)), f(x, w))
+
+
+def test_zeros_hide_nothing():
+    expected = Lying()(*arguments())
+    torch._dynamo.reset()
+    call = compiled("auto")
+    x, w = arguments()
+    with pytest.warns(TesseraWarning, match="does not declare"):
+        call(torch.zeros_like(x), w)
+    torch.testing.assert_close(tuple(call(x, w)), expected)
+
+
+def test_explain_leaves_tensors_alone_and_shows_what_was_seen():
+    mine = arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = tessera_compile.explain(InPlace(), options={"cluster": "2xcpu", "profile": "model"})(*mine)
+    assert all(torch.equal(a, b) for a, b in zip(mine, arguments(), strict=True))
+    assert "by probe" in found.to_text()

@@ -140,6 +140,8 @@ class EveryPlacement(pipeline.CompiledGraph):
             self.made[planner, cluster] = self.report, self.executor
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        if self.executor is None:  # Custom operators are looked at with the first call's tensors.
+            self.build(args)
         self.report, self.executor = self.made[EveryPlacement.current]
         return super().__call__(args)
 

@@ -164,3 +164,23 @@ def test_some_placement_writes_the_state_elsewhere():
     writer = graph.producer(version)
     homes = {place(f"random:{seed}", ddg, times, cluster)[writer] for seed in range(12)}
     assert len(homes) > 1
+
+
+def takes_and_reads_nothing(x, w):
+    y = x @ w
+    return (y[:, :0] @ w[:0]) + x, y.relu() @ w
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_value_of_which_nothing_is_read_is_there_nonetheless(seed):
+    args = [torch.randn(4, 4), torch.randn(4, 4)]
+    graph = lower(make_fx(takes_and_reads_nothing)(*args), args)
+    ddg = refine(depend(graph), {}, extents(graph))
+    assert ddg.graph["refinement"].removed
+    cluster = make_cluster("3xcpu")
+    times = model_profile(graph, cluster.devices)
+    plan = partition(ddg, times, cluster, placement=place(f"random:{seed}", ddg, times, cluster), planner="test")
+    program = schedule(ddg, plan)
+    verify(program, ddg, plan)
+    got = CpuLaneExecutor(graph, program, Codegen("eager"), threads=1, poison=True)(list(args))
+    torch.testing.assert_close(tuple(got), takes_and_reads_nothing(*args))

@@ -479,3 +479,45 @@ def test_when_inductor_is_left_alone_with_one_lane(function, suffices):
 
     torch.compile(function, backend=backend)(torch.ones(3), torch.ones(3))
     assert seen == [suffices]
+
+
+class _Guard:
+    """Stands for guards of a plan: says once that something has changed."""
+
+    names = ()
+
+    def __init__(self):
+        self.asked = 0
+
+    def changed(self, args):
+        self.asked += 1
+        return "w"
+
+
+def test_a_plan_whose_guard_has_changed_never_runs_again(monkeypatch):
+    from tessera_compile.pipeline import CompiledGraph
+
+    made = []
+    build = CompiledGraph.build
+
+    def watched(self, real):
+        made.append(self)
+        if len(made) == 2:
+            raise MemoryError("no room")
+        build(self, real)
+
+    monkeypatch.setattr(CompiledGraph, "build", watched)
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: torch.relu(x @ x) @ x, backend="tessera", options={"cluster": "2xcpu", "codegen": "eager"})
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        expected = call(x)
+        (graph,) = set(made)
+        old, graph._guards = graph.executor, _Guard()
+        with pytest.raises(MemoryError):
+            call(x)
+        assert graph.executor is None
+        assert torch.equal(call(x), expected)
+    assert graph.executor is not old
+    assert len(made) == 3
+    assert graph._guarded is False
