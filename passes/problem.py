@@ -4,7 +4,8 @@ With kernels in the lowered order, x[k] the device of kernel k, t[k, g] its time
 m[v, u, g] = latency + bytes / bandwidth + price of a cut the time to move value v from u to g:
 
 - compute   T[g] = Σ_k t[k, g] over x[k] = g                                        (:func:`evaluate`)
-- link u→g  L[u, g] = Σ m[v, u, g] over the moves, one for each (value, destination); links are full duplex
+- link u→g  L[u, g] = Σ m[v, u, g] over the moves, one for each (value, destination); links are full duplex; the parts of a
+  value that different kernels read (``parts.py``) count as values
 - throughput: where transfers overlap compute a link is a resource like a device, bottleneck = max(max_g T[g], max_{u,g} L[u,
   g]);
   where they can't, bottleneck = max_g (T[g] + Σ_u L[u, g] + Σ_u L[g, u])
