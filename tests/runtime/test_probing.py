@@ -399,3 +399,24 @@ def test_explain_leaves_tensors_alone_and_shows_what_was_seen():
         found = tessera_compile.explain(InPlace(), options={"cluster": "2xcpu", "profile": "model"})(*mine)
     assert all(torch.equal(a, b) for a, b in zip(mine, arguments(), strict=True))
     assert "by probe" in found.to_text()
+
+
+class WithBuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("c", torch.randn(4, 4))
+
+    def forward(self, x):
+        return lie.scaled(x @ self.w, self.c, 0.5) @ self.c
+
+
+def test_a_weight_of_a_loaded_model_is_named():
+    with torch.device("meta"):
+        model = WithBuffer()
+    torch._dynamo.reset()
+    options = {"cluster": "2xcpu", "codegen": "eager", "profile": "model", "planner": "random:4"}
+    loaded = tessera_compile.load(model, WithBuffer().state_dict(), **options)
+    with torch.no_grad(), warnings.catch_warnings(), pytest.raises(FallbackError, match="writes c, a weight of a loaded model"):
+        warnings.simplefilter("ignore")
+        loaded(torch.randn(4, 4))
